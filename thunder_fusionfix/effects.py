@@ -1,0 +1,163 @@
+"""What each operation does to memory and order: one table, keyed by the callee as traces print it.
+
+Passes, the simulator and the verifier ask this table and nothing else. An operation that is not in it is a `BARRIER`: it is
+not moved, merged, cloned or recomputed, nothing moves across it that shares memory with it, and its outputs are taken for
+new memory. `tests/test_effects.py` checks each layout and each write row on real tensors by storage pointer.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import Enum
+
+from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Op
+
+
+class Kind(Enum):
+    """What an operation is, as far as memory and order go."""
+
+    LAYOUT = "layout"  # the same elements seen through another index map: a view, or a copy where no view exists
+    POINTWISE = "pointwise"  # one output element from the elements at the same index
+    REDUCTION = "reduction"
+    MATMUL = "matmul"
+    MOVE = "move"  # copies elements about: cat, pad, take, gather, flip
+    FACTORY = "factory"  # from no tensor: full, iota
+    COMPUTE = "compute"  # any other pure function of its inputs, with new outputs
+    RANDOM = "random"  # draws from or advances generator state
+    WRITE = "write"  # changes an input in place
+    COLLECTIVE = "collective"  # starts a collective
+    WAIT = "wait"  # waits for one
+    SYNC = "sync"  # host and device meet: item, print
+    BOOKKEEPING = "bookkeeping"  # del, unpack, clear, return, comments
+    REGION = "region"  # a compiled fusion: its leaves say what it does
+    BARRIER = "barrier"  # unknown
+
+
+PURE = frozenset({Kind.LAYOUT, Kind.POINTWISE, Kind.REDUCTION, Kind.MATMUL, Kind.MOVE, Kind.FACTORY, Kind.COMPUTE})
+"""Kinds whose ops may be moved, cloned or dropped: no state is read or changed but their inputs."""
+
+
+class Copies(Enum):
+    """Whether a layout op makes new memory when torch runs it."""
+
+    NEVER = "never"  # always a view
+    MAYBE = "maybe"  # a view where strides allow, else a copy: reshape, contiguous
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True, slots=True)
+class Effect:
+    """One row of the table."""
+
+    kind: Kind
+    copies: Copies = Copies.ALWAYS  # for LAYOUT: whether the output is new memory
+    writes: tuple[int, ...] = ()  # for WRITE: indices of the arguments that are changed
+    cheap: bool = False  # worth doing again rather than keeping its output
+
+    @property
+    def is_pure(self) -> bool:
+        return self.kind in PURE
+
+
+BARRIER = Effect(Kind.BARRIER)
+
+_FUSION = re.compile(r"(nvFusion|TorchCompile|CUDAGraph)\d+$")
+_PREFIX = re.compile(r"^(prims|ltorch|torch\.nn\.functional|torch\.Tensor|Tensor|torch|aten|core_prims)\.")
+
+# Short names: what is left of "prims.reshape", "ltorch.reshape", "torch.reshape", "torch_prims_reshape_impl".
+_VIEWS = (
+    "transpose permute slice_prim squeeze unsqueeze broadcast_in_dim expand shallow_copy view_as_real detach t mT "
+    "movedim select narrow diagonal alias"
+).split()
+_MAYBE_VIEWS = "reshape view flatten unflatten contiguous stride_order".split()
+_POINTWISE = (
+    "convert_element_type to bitcast abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc "
+    "erfcinv erfinv exp exp2 expm1 floor isfinite lgamma log log10 log1p log2 ndtri neg reciprocal round rsqrt sign "
+    "signbit sin sinh sqrt tan tanh trunc real imag add atan2 bitwise_and bitwise_or bitwise_xor div true_divide eq fmod "
+    "ge gt le lt maximum minimum mul ne nextafter pow remainder sub zeta bitwise_left_shift bitwise_right_shift lerp where "
+    "sigmoid silu gelu relu relu6 masked_fill clamp square logical_not logical_and logical_or hardswish softplus float type_as "
+    "silu_backward gelu_backward threshold_backward logsigmoid selu elu leaky_relu mish addcmul addcdiv isnan isinf positive"
+).split()
+_REDUCTIONS = "amax amin prod sum mean var var_mean std argmax argmin any all cumsum".split()
+_MATMULS = "linear matmul mm bmm addmm baddbmm _grouped_mm mv dot outer".split()
+_MOVES = "cat stack pad take take_along_axis take_along_dim gather index_select flip roll repeat clone unfold embedding".split()
+_FACTORIES = "full full_like zeros zeros_like ones ones_like iota arange empty tensor_from_sequence new_zeros new_ones tri".split()
+_COMPUTE = (
+    "softmax log_softmax layer_norm rms_norm batch_norm native_batch_norm group_norm cross_entropy nll_loss convolution conv1d "
+    "conv2d conv3d topk sort scatter scatter_add index_add index_copy index_put copy_with_setitem embedding_backward "
+    "nll_loss_backward log_softmax_backward nv_cross_entropy_fwd nv_cross_entropy_bwd tril triu argsort setitem "
+    "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool2d interpolate frexp "
+    "convolution_backward max_pool2d_backward adaptive_avg_pool2d_backward gelu_vjp scaled_dot_product_flash_attention "
+    "scaled_dot_product_efficient_attention uniform_philox"
+).split()
+_RANDOM = (
+    "uniform randint randn rand multinomial get_and_update_rng_state get_rng_state set_rng_state get_rng_state_prim_impl "
+    "set_rng_state_prim_impl unpack_rng_state_prim_impl pack_rng_state_prim_impl unpack_rng_state pack_rng_state dropout "
+    "uniform_like bernoulli exponential"
+).split()
+_COLLECTIVES = "all_gather all_reduce broadcast reduce_scatter all_to_all synchronize".split()
+_BOOKKEEPING = (
+    RETURN,
+    DEL,
+    UNPACK,
+    CLEAR,
+    "python_return",
+    "python_del",
+    "comment",
+    "unpack_trivial",
+    "unpack_sequence",
+    "unpack_list",
+    "unpack_tuple",
+    "unpack_dict_key",
+    "unpack_key",
+    "pack_list",
+    "check_none",
+    "sink",
+)
+
+_TABLE: dict[str, Effect] = {
+    **{name: Effect(Kind.LAYOUT, Copies.NEVER, cheap=True) for name in _VIEWS},
+    **{name: Effect(Kind.LAYOUT, Copies.MAYBE, cheap=True) for name in _MAYBE_VIEWS},
+    **{name: Effect(Kind.POINTWISE, cheap=True) for name in _POINTWISE},
+    **{name: Effect(Kind.REDUCTION) for name in _REDUCTIONS},
+    **{name: Effect(Kind.MATMUL) for name in _MATMULS},
+    **{name: Effect(Kind.MOVE) for name in _MOVES},
+    **{name: Effect(Kind.FACTORY, cheap=True) for name in _FACTORIES},
+    **{name: Effect(Kind.COMPUTE) for name in _COMPUTE},
+    **{name: Effect(Kind.RANDOM) for name in _RANDOM},
+    **{name: Effect(Kind.COLLECTIVE) for name in _COLLECTIVES},
+    "wait": Effect(Kind.WAIT),
+    "item": Effect(Kind.SYNC),
+    "print": Effect(Kind.SYNC),
+    **{name: Effect(Kind.BOOKKEEPING) for name in _BOOKKEEPING},
+    # copy_(source, destination) gives the destination
+    "copy_": Effect(Kind.WRITE, writes=(1,)),
+    "copy_to_out_": Effect(Kind.WRITE, writes=(1,)),
+}
+
+
+def short_name(op_id: str) -> str:
+    """The operation's name without the module or executor it is printed with.
+
+    >>> [short_name(i) for i in ("prims.reshape", "torch_prims_reshape_impl", "torch.nn.functional.linear", "Tensor.contiguous")]
+    ['reshape', 'reshape', 'linear', 'contiguous']
+    """
+    name = op_id.rsplit(".", 1)[-1]
+    if name.startswith("torch_prims_") and name.endswith("_impl"):
+        return name.removeprefix("torch_prims_").removesuffix("_impl")
+    if name.startswith("torch_") and name.endswith("_impl"):
+        return name.removeprefix("torch_").removesuffix("_impl")
+    return name
+
+
+def effect_of(op: Op) -> Effect:
+    """The row of ``op``; `BARRIER` where the table has none."""
+    if op.is_fusion or _FUSION.match(op.id):
+        return Effect(Kind.REGION)
+    return _TABLE.get(short_name(op.id), BARRIER)
+
+
+def is_layout(op: Op) -> bool:
+    """True where the op only changes the index map from elements to memory."""
+    return effect_of(op).kind is Kind.LAYOUT

@@ -1,0 +1,291 @@
+"""The words of the project: what a trace is once nothing of Thunder's is left in it.
+
+A `Graph` is a printed trace as data: operations in order, each with its arguments and its outputs by name, and for every
+name a `Value` with shape, dtype, device and, where they are known, strides. All facts (`alias`, `liveness`), all decisions
+(`simulate`, `schedule`, `verify`, `diff`, the passes' plans) are functions of a Graph, so they run without torch, without
+Thunder and without a GPU, and on a Graph that a user saved elsewhere.
+
+Conventions: a *position* is an index into ``Graph.ops``; ranges of positions are half-open; sizes are bytes as int;
+``None`` means "not known", never "zero".
+
+    >>> x = Value("x", shape=(2, 3), dtype="bf16", device="cuda:0")
+    >>> x.nbytes, x.strides is None
+    (12, True)
+    >>> op = Op("prims.transpose", (Ref("x"), (1, 0)), Ref("y"))
+    >>> op.inputs, op.outputs
+    (('x',), ('y',))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Union
+
+# Bytes of one element, by the dtype names that printed traces use.
+DTYPE_BYTES: Mapping[str, int] = {
+    "b8": 1,
+    "i8": 1,
+    "ui8": 1,
+    "i16": 2,
+    "ui16": 2,
+    "i32": 4,
+    "ui32": 4,
+    "i64": 8,
+    "ui64": 8,
+    "f8_e4m3fn": 1,
+    "f8_e4m3fnuz": 1,
+    "f8_e5m2": 1,
+    "f8_e5m2fnuz": 1,
+    "f8_e8m0fnu": 1,
+    "f4_e2m1fn_x2": 1,
+    "bf16": 2,
+    "f16": 2,
+    "f32": 4,
+    "f64": 8,
+    "c32": 4,
+    "c64": 8,
+    "c128": 16,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """An argument or output that is a value of the trace."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Const:
+    """An argument that is neither a value nor a plain Python literal, as the trace prints it: a dtype, a device, ..."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Struct:
+    """A dict argument or output, in printed order."""
+
+    items: tuple[tuple[str, "Arg"], ...]
+
+
+# Lists and tuples both become tuples: Thunder's prims do not tell them apart.
+Arg = Union[Ref, Const, Struct, None, bool, int, float, complex, str, tuple["Arg", ...]]
+
+
+def refs(arg: Arg) -> Iterator[str]:
+    """Yields the names of the values in ``arg``, in printed order, repeats included."""
+    if isinstance(arg, Ref):
+        yield arg.name
+    elif isinstance(arg, tuple):
+        for item in arg:
+            yield from refs(item)
+    elif isinstance(arg, Struct):
+        for _, item in arg.items:
+            yield from refs(item)
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One named value of a trace.
+
+    ``shape`` is None where only ``numel`` or nothing is known (text pasted from elsewhere). ``strides`` are in elements and
+    None where nobody knows them: one cached trace serves inputs of several strides.
+    """
+
+    name: str
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None  # "bf16", "f32", "i64", "b8": a key of DTYPE_BYTES where it is a tensor
+    device: str | None = None  # "cuda:0", "cpu"
+    strides: tuple[int, ...] | None = None  # elements
+    kind: str = "tensor"  # "tensor", "number", "collection" or "other" (None, str, generator state, ...)
+    known_numel: int | None = None  # elements, where the shape is not known but its product is
+
+    @property
+    def numel(self) -> int | None:
+        """Elements of the tensor; None where not known."""
+        return prod(self.shape) if self.shape is not None else self.known_numel
+
+    @property
+    def itemsize(self) -> int | None:
+        """Bytes of one element; None for a dtype that is not known."""
+        return DTYPE_BYTES.get(self.dtype) if self.dtype is not None else None
+
+    @property
+    def nbytes(self) -> int | None:
+        """Bytes of a dense tensor of this shape: 0 for what is no tensor, None where shape or dtype is not known."""
+        if self.kind != "tensor":
+            return 0
+        numel, itemsize = self.numel, self.itemsize
+        return None if numel is None or itemsize is None else numel * itemsize
+
+
+@dataclass(frozen=True)
+class Op:
+    """One bound symbol.
+
+    ``id`` is the callee as the trace prints it ("prims.reshape", "torch.permute", "nvFusion3"), so that a Graph that was
+    read from a trace equals the Graph that was parsed from its print.
+    """
+
+    id: str
+    args: tuple[Arg, ...]
+    output: Arg = None
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+    subops: tuple["Op", ...] = ()  # what the printed trace shows indented below it; for a fusion region, what it computes
+    tags: frozenset[str] = field(default=frozenset(), compare=False)  # names of Thunder's tags; printed traces lose them
+    is_fusion: bool = False  # one compiled region: nvFusionN, TorchCompileN, CUDAGraphN
+
+    @cached_property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the values that the op takes, in order of first appearance, without repeats."""
+        return tuple(dict.fromkeys((*refs(self.args), *(name for _, arg in self.kwargs for name in refs(arg)))))
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the values that the op gives, in order, without repeats."""
+        return tuple(dict.fromkeys(refs(self.output)))
+
+    @cached_property
+    def leaves(self) -> tuple["Op", ...]:
+        """The op's finest sub-ops in order; the op itself where it shows none."""
+        if not self.subops:
+            return (self,)
+        return tuple(leaf for subop in self.subops for leaf in subop.leaves)
+
+    def kwarg(self, name: str, default: Arg = None) -> Arg:
+        """The keyword argument ``name``, or ``default``."""
+        return dict(self.kwargs).get(name, default)
+
+
+STAGES = ("joint", "forward", "backward", "inference")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A trace as data. Its ops include ``del``s, unpacking and the return statement, in trace order."""
+
+    name: str  # the traced function's name: "computation", "backward_fn"
+    stage: str  # one of STAGES: "joint" before the split, "inference" where nothing needs a gradient
+    args: tuple[str, ...]  # the signature, flat
+    ops: tuple[Op, ...]
+    values: Mapping[str, Value]  # every name in args, ops and their sub-ops
+    held: frozenset[str] = frozenset()  # values that the caller owns until the end: a `del` of one frees nothing
+    notes: tuple[str, ...] = ()  # what was inferred or is not known (pasted text), for people
+
+    @cached_property
+    def producer(self) -> Mapping[str, int]:
+        """Position of the op that first gives a name; arguments of the signature have none."""
+        positions: dict[str, int] = {}
+        for pos, op in enumerate(self.ops):
+            for name in op.outputs:
+                positions.setdefault(name, pos)
+        return positions
+
+    @cached_property
+    def consumers(self) -> Mapping[str, tuple[int, ...]]:
+        """Positions of the ops that take a name, ``del``s and the return included, in order."""
+        positions: dict[str, list[int]] = {}
+        for pos, op in enumerate(self.ops):
+            for name in op.inputs:
+                positions.setdefault(name, []).append(pos)
+        return {name: tuple(where) for name, where in positions.items()}
+
+    @cached_property
+    def result(self) -> Arg:
+        """What the trace returns; None where it has no return statement (text that was cut)."""
+        last = self.ops[-1] if self.ops else None
+        return last.args if last is not None and last.id == RETURN else None
+
+    @cached_property
+    def saved(self) -> tuple[str, ...]:
+        """Names that a forward trace saves for the backward, or that a backward trace takes; without repeats.
+
+        A split forward trace returns ``(outputs, (saved tensors, other saved values))``; a backward trace unpacks the
+        collections of its first argument.
+        """
+        if self.stage == "forward" and isinstance(self.result, tuple) and len(self.result) == 2:
+            return tuple(dict.fromkeys(refs(self.result[1])))
+        if self.stage != "backward" or not self.args:
+            return ()
+        opened, found = {self.args[0]}, []
+        for op in self.ops:
+            if op.id == UNPACK and set(op.inputs) <= opened:
+                inner = [name for name in op.outputs if self.values[name].kind == "collection"]
+                opened.update(inner)
+                found += [name for name in op.outputs if name not in inner]
+        return tuple(dict.fromkeys(found))
+
+
+# Names under which `read` and `parse` give the statements that a trace prints in a form of their own.
+RETURN = "return"
+DEL = "del"
+UNPACK = "unpack"  # a, b, = C0
+CLEAR = "clear_mutable_collection"
+
+
+# ---------------------------------------------------------------- facts about memory
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRange:
+    """``[start, end)`` positions during which a value's name is bound; ``end`` is ``len(ops)`` for what is returned."""
+
+    name: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """One storage that is alive at some point, for people: who made it, who still needs it."""
+
+    name: str  # the value that first had the storage
+    nbytes: int  # bytes as the allocator counts them
+    producer: str  # id of the op that made it, or "argument"
+    last_use: str  # id of the op that takes it last, "return" or "caller"
+    names: tuple[str, ...] = ()  # every name that shares the storage
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """What a trace needs, op by op: ``live_bytes[i]`` is the most that is allocated while op ``i`` runs."""
+
+    live_bytes: tuple[int, ...]
+    peak_bytes: int
+    peak_pos: int  # the first position that reaches the peak
+    start_bytes: int  # allocated before the first op: arguments and what the caller holds
+    lower_bound_bytes: int  # no order of these ops, with these saved tensors, needs less
+    holders: tuple[Holder, ...]  # alive at the peak, largest first
+    unknown: tuple[str, ...] = ()  # tensors whose bytes are not known, counted as 0
+
+
+# ---------------------------------------------------------------- plans
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """One thing that a pass did or refused, for people and for tests."""
+
+    pass_name: str
+    pos: int  # position in the Graph that the pass read
+    where: str  # id of the op or region: "nvFusion0"
+    what: str  # "hoisted slice_prim, reshape of t42 past convert_element_type"
+    reason: str
+    applied: bool
+    bytes_won: int = 0  # at the place, not at the peak; negative where it costs
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What the passes did to one trace."""
+
+    stage: str
+    before: Timeline
+    after: Timeline
+    decisions: tuple[Decision, ...]
+    seconds: float  # wall time of all passes, reading and verifying included
+    kept_input: str | None = None  # why the input trace was kept although a pass had a plan
