@@ -22,13 +22,13 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 import thunder
+import torch
 from thunder.extend import FusionExecutor, get_executor, resolve_executors
 
 __all__ = [
-    "FusionExecutor",
     "TESTED",
+    "FusionExecutor",
     "get_executor",
     "installed_versions",
     "mend_nvfuser",
@@ -50,7 +50,7 @@ def mend_nvfuser() -> bool:
     ``nvfuser`` is installed, or where it was mended before.
     """
     impl = sys.modules.get(_NVFUSER_IMPL)
-    if impl is None or hasattr(impl.compute_contiguity, "_mended") or importlib.util.find_spec("nvfuser") is not None:
+    if impl is None or hasattr(getattr(impl, "compute_contiguity", None), "_mended") or importlib.util.find_spec("nvfuser") is not None:
         return False
     nvfuser_direct = sys.modules.get("nvfuser_direct")
     if nvfuser_direct is None or not hasattr(nvfuser_direct, "compute_tensor_descriptor"):
@@ -62,7 +62,7 @@ def mend_nvfuser() -> bool:
         return tuple(tuple(part) for part in describe(shape, stride))
 
     compute_contiguity._mended = True  # type: ignore[attr-defined]
-    impl.compute_contiguity = compute_contiguity
+    impl.compute_contiguity = compute_contiguity  # type: ignore[attr-defined]
     return True
 
 
@@ -134,3 +134,34 @@ def warn_untested_versions() -> bool:
 
 
 mend_nvfuser()
+
+# ---------------------------------------------------------------- what read.py and edit.py need
+
+from thunder.core import prims as prims
+from thunder.core.codeutils import ContextObject as ContextObject
+from thunder.core.codeutils import prettyprint as prettyprint
+from thunder.core.compile_data import (
+    _compile_data as _compile_data,  # the pair (CompileData, CompileStats) of the running compile
+)
+from thunder.core.compile_data import get_compile_data as get_compile_data
+from thunder.core.compile_data import get_compile_option as get_compile_option
+from thunder.core.prims import PrimIDs as PrimIDs
+from thunder.core.proxies import CollectionProxy as CollectionProxy
+from thunder.core.proxies import NumberProxy as NumberProxy
+from thunder.core.proxies import Proxy as Proxy
+from thunder.core.proxies import TensorProxy as TensorProxy
+from thunder.core.proxies import variableify as variableify
+from thunder.core.pytree import tree_iter as tree_iter
+from thunder.core.symbol import BoundSymbol as BoundSymbol
+from thunder.core.symbol import BoundSymbolTag as BoundSymbolTag
+from thunder.core.trace import TraceCtx as TraceCtx
+from thunder.core.trace import TraceProvenance as TraceProvenance
+from thunder.core.trace import from_trace as from_trace
+from thunder.core.trace import tracectx as tracectx
+from thunder.core.transforms import TraceTag as TraceTag
+from thunder.extend import get_always_executors as get_always_executors
+
+
+def get_compile_stats() -> Any:
+    """The CompileStats of the compile that runs now, whose `last_traces` grow as it goes; None outside a compile."""
+    return _compile_data.get()[1]

@@ -1,0 +1,173 @@
+"""Reads a Thunder trace as a Graph.
+
+Nothing of the trace is changed but the names that printing it would give to its constant objects. The Graph equals the one
+that `parse` makes of ``str(trace)``, apart from strides, tags and what the caller holds, which a printed trace does not tell.
+
+Strides: Thunder's TensorProxy has none. Under ThunderFX the compiled function is a GraphModule whose placeholders carry an
+example value; `example_strides` takes them from there. Strides of other values follow in `alias`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from thunder_fusionfix._thunder import (
+    BoundSymbol,
+    BoundSymbolTag,
+    CollectionProxy,
+    ContextObject,
+    NumberProxy,
+    PrimIDs,
+    Proxy,
+    TensorProxy,
+    TraceCtx,
+    TraceTag,
+    get_compile_data,
+    get_compile_stats,
+    prettyprint,
+    tracectx,
+    tree_iter,
+)
+from thunder_fusionfix.errors import UnsupportedTraceError
+from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Arg, Const, Graph, Op, Ref, Struct, Value
+
+_SKIPPED = (PrimIDs.COMMENT, PrimIDs.UNPACK_TRIVIAL)
+_STATEMENTS = {
+    PrimIDs.RETURN: RETURN,
+    PrimIDs.DEL: DEL,
+    PrimIDs.UNPACK_SEQUENCE: UNPACK,
+}
+
+
+def read(trace: TraceCtx, *, strides: Mapping[str, tuple[int, ...]] | None = None, held: Iterable[str] = ()) -> Graph:
+    """The Graph of ``trace``.
+
+    Args:
+        trace: any trace of Thunder's, before or after the split, with or without ``del`` statements.
+        strides: strides in elements of arguments, by name, where they are known.
+        held: names that the caller owns until the trace returns, beyond a forward trace's own arguments.
+
+    Raises:
+        UnsupportedTraceError: the trace holds values whose size only a run can tell (symbolic values).
+    """
+    values: dict[str, Value] = {}
+    strides = strides or {}
+
+    def note(proxy: Proxy) -> None:
+        if proxy.name not in values:
+            values[proxy.name] = _value(proxy, strides.get(proxy.name))
+
+    with tracectx(trace):
+        ops = tuple(_op(bsym, note) for bsym in trace.bound_symbols if bsym.sym.id not in _SKIPPED)
+    args = _signature(trace, note)
+    stage = _stage(trace)
+    owned = frozenset(held) | (frozenset(args) if stage != "backward" else frozenset())
+    siginfo = trace.siginfo() if trace._siginfo is not None or trace.fn is not None else None
+    return Graph(siginfo.name if siginfo is not None else "computation", stage, args, ops, values, held=owned)
+
+
+def example_strides() -> dict[str, tuple[int, ...]]:
+    """Strides in elements of the arguments of the function that Thunder compiles now, by proxy name.
+
+    Under ThunderFX the compiled function is a GraphModule; elsewhere, and outside a compile, nothing is known: ``{}``.
+    Names that Thunder had to change are left out.
+    """
+    compile_data = get_compile_data()
+    graph = getattr(getattr(compile_data, "fn", None), "graph", None)
+    found: dict[str, tuple[int, ...]] = {}
+    for node in getattr(graph, "nodes", ()):
+        example = node.meta.get("example_value") if node.op == "placeholder" else None
+        if hasattr(example, "stride") and all(isinstance(step, int) for step in example.stride()):
+            found[node.target] = tuple(example.stride())
+    return found
+
+
+def forward_arguments() -> frozenset[str]:
+    """Names of the arguments of the forward trace that Thunder compiles now: its caller owns them during the backward."""
+    stats = get_compile_stats()
+    traces = getattr(stats, "last_traces", None)
+    if not traces:
+        return frozenset()
+    return frozenset(proxy.name for proxy in tree_iter(traces[-1].args) if isinstance(proxy, Proxy))
+
+
+def _stage(trace: TraceCtx) -> str:
+    if TraceTag.BACKWARD in trace.tags:
+        return "backward"
+    if TraceTag.AUGMENTED_FORWARD in trace.tags:
+        return "forward"
+    last = trace.bound_symbols[-1] if trace.bound_symbols else None
+    returns_both = last is not None and last.args and isinstance(last.args[0], dict) and "fw_flat_out" in last.args[0]
+    return "joint" if returns_both else "inference"
+
+
+def _signature(trace: TraceCtx, note: Any) -> tuple[str, ...]:
+    """Names of the arguments: those that the trace unpacks trivially, else the proxies of ``trace.args``."""
+    unpacked = [bsym.output for bsym in trace.bound_symbols if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL]
+    proxies = [proxy for proxy in tree_iter(unpacked or trace.args or ()) if isinstance(proxy, Proxy)]
+    for proxy in proxies:
+        note(proxy)
+    return tuple(dict.fromkeys(proxy.name for proxy in proxies))
+
+
+def _op(bsym: BoundSymbol, note: Any) -> Op:
+    for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs):
+        note(proxy)
+    op_id = _STATEMENTS.get(bsym.sym.id) or _callee(bsym)
+    return Op(
+        id=op_id,
+        args=tuple(_arg(arg) for arg in bsym._arg_printables),
+        output=None if op_id in (RETURN, DEL, CLEAR) else _arg(bsym.output),
+        kwargs=tuple((name, _arg(arg)) for name, arg in bsym._kwarg_printables.items()),
+        subops=tuple(_op(subsymbol, note) for subsymbol in bsym.subsymbols),
+        tags=_tags(bsym),
+        is_fusion=bool(bsym.sym.is_fusion),
+    )
+
+
+def _callee(bsym: BoundSymbol) -> str:
+    """The callee as the trace prints it."""
+    name = bsym.name_with_module()
+    return CLEAR if name.rsplit(".", 1)[-1] == CLEAR else name
+
+
+def _tags(bsym: BoundSymbol) -> frozenset[str]:
+    names = {tag.name for tag in bsym.sym.tags or ()}
+    if BoundSymbolTag.BACKWARD in bsym.tags:
+        names.add("BACKWARD")
+    if BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags:
+        names.add("RECOMPUTE_IN_BACKWARD")
+    return frozenset(names)
+
+
+def _arg(printable: Any) -> Arg:
+    """One argument, output or part of one as plain data."""
+    if isinstance(printable, Proxy):
+        return Ref(printable.name)
+    if printable is None or isinstance(printable, (bool, int, float, complex, str)):
+        return printable
+    if isinstance(printable, (tuple, list)):
+        return tuple(_arg(item) for item in printable)
+    if isinstance(printable, dict):
+        return Struct(tuple((str(name), _arg(item)) for name, item in printable.items()))
+    if isinstance(printable, ContextObject):
+        return Const(printable.name)
+    inner = [proxy for proxy in tree_iter(vars(printable)) if isinstance(proxy, Proxy)] if hasattr(printable, "__dict__") else []
+    if inner:  # a dataclass of the user's: its tensors must not get lost
+        return tuple(Ref(proxy.name) for proxy in inner)
+    return Const(prettyprint(printable))
+
+
+def _value(proxy: Proxy, strides: tuple[int, ...] | None) -> Value:
+    if isinstance(proxy, TensorProxy):
+        shape = tuple(proxy.shape)
+        if not all(isinstance(size, int) for size in shape):
+            raise UnsupportedTraceError(f"{proxy.name} has the symbolic shape {shape}; traces with symbolic values are left as they are")
+        dtype, device = proxy.dtype.shortname(), proxy.device.device_str()
+        return Value(proxy.name, shape, dtype, device, strides if strides and len(strides) == len(shape) else None)
+    if isinstance(proxy, NumberProxy):
+        return Value(proxy.name, kind="number")
+    if isinstance(proxy, CollectionProxy):
+        return Value(proxy.name, kind="collection")
+    return Value(proxy.name, kind="other")
