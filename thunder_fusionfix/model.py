@@ -267,6 +267,53 @@ class Timeline:
 
 
 @dataclass(frozen=True, slots=True)
+class NewOp:
+    """An op that `edit` makes with Thunder's own symbol and meta; a plan gives no shapes of its own."""
+
+    symbol: str  # a prim: "prims.reshape"
+    args: tuple[Arg, ...]  # Refs are names of the trace or outputs of NewOps that come before
+    output: str  # a name of the trace that this op gives from now on, or a fresh one: "%0", "%1", ...
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One region that stands where a region stood: what it computes, in order, and what it gives."""
+
+    body: tuple[int | NewOp, ...]  # an index into the old region's subops, or an op that takes the place of some
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RegionEdit:
+    """A region rebuilt: one part for a region that lost or changed ops, several for a split, none for a dissolved one."""
+
+    pos: int
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """A new op outside of regions, right before the op that stands at ``pos`` in the Graph that the pass read."""
+
+    pos: int
+    op: NewOp
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a pass wants changed. It holds for the trace whose Graph it was made from, and for no other."""
+
+    regions: tuple[RegionEdit, ...] = ()
+    placed: tuple[Placed, ...] = ()  # several at one position keep their order
+    order: tuple[int, ...] | None = None  # positions in their new order, `del`s and clears left out; None: as they are
+    decisions: tuple["Decision", ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.regions or self.placed or self.order)
+
+
+@dataclass(frozen=True, slots=True)
 class Decision:
     """One thing that a pass did or refused, for people and for tests."""
 
