@@ -13,27 +13,40 @@ Everything that other modules need of Thunder's private or version-bound names i
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import re
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import thunder
 import torch
-from thunder.extend import FusionExecutor, get_executor, resolve_executors
+from looseversion import LooseVersion
+from thunder.core.compile_data import compile_data_and_stats
+from thunder.core.transform_common import Transform
+from thunder.extend import FusionExecutor, deregister_executor, get_executor, register_executor, resolve_executors
 
 __all__ = [
     "TESTED",
     "FusionExecutor",
+    "Piece",
+    "Transform",
+    "compile_data_and_stats",
     "get_executor",
     "installed_versions",
     "mend_nvfuser",
+    "nvfuser_registered",
     "nvfuser_version",
+    "replaced",
     "resolve_executors",
+    "thunderfx_compiler",
+    "thunderfx_pieces",
     "untested_versions",
     "warn_untested_versions",
 ]
@@ -50,7 +63,11 @@ def mend_nvfuser() -> bool:
     ``nvfuser`` is installed, or where it was mended before.
     """
     impl = sys.modules.get(_NVFUSER_IMPL)
-    if impl is None or hasattr(getattr(impl, "compute_contiguity", None), "_mended") or importlib.util.find_spec("nvfuser") is not None:
+    if (
+        impl is None
+        or hasattr(getattr(impl, "compute_contiguity", None), "_mended")
+        or importlib.util.find_spec("nvfuser") is not None
+    ):
         return False
     nvfuser_direct = sys.modules.get("nvfuser_direct")
     if nvfuser_direct is None or not hasattr(nvfuser_direct, "compute_tensor_descriptor"):
@@ -135,8 +152,97 @@ def warn_untested_versions() -> bool:
 
 mend_nvfuser()
 
+# ---------------------------------------------------------------- what capture needs
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Gives the attribute ``name`` of ``owner`` another value while the context is open."""
+    before = owner.__dict__.get(name, _ABSENT)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if before is _ABSENT:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
+
+
+_ABSENT = object()
+
+
+@contextlib.contextmanager
+def nvfuser_registered() -> Iterator[FusionExecutor | None]:
+    """nvFuser's executor, known to Thunder while the context is open; None where nvFuser is not installed.
+
+    With a GPU Thunder registers it itself and nothing is done. Without one Thunder does not even import it, because it asks
+    CUDA first, on import and again for the version in many of its checks; here both get an answer, and the executor is
+    taken out of Thunder's registry at the end. Its fusion pass then works; the fusions themselves cannot run.
+    """
+    registered = get_executor("nvfuser")
+    if registered is not None or nvfuser_version() is None:
+        yield registered
+        return
+    impl = _nvfuser_impl()
+    version = LooseVersion(nvfuser_version())
+    register_executor(impl.ex)
+    try:
+        with replaced(impl, "nvfuser_version", lambda: version):
+            yield impl.ex
+    finally:
+        deregister_executor(impl.ex)
+
+
+def _nvfuser_impl() -> Any:
+    if _NVFUSER_IMPL not in sys.modules:
+        with replaced(torch.cuda, "is_available", lambda: True):
+            importlib.import_module(_NVFUSER_IMPL)
+        mend_nvfuser()
+    return sys.modules[_NVFUSER_IMPL]
+
+
+def thunderfx_compiler(**options: Any) -> Any:
+    """ThunderFX's backend for torch.compile, which splits a graph as `thunderfx` does."""
+    from thunder.dynamo import ThunderCompiler  # costs a second to import: torch._inductor
+
+    return ThunderCompiler(**options)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One piece of a graph that ThunderFX has split."""
+
+    name: str  # "thunder_0", "inductor_1"
+    jitted: Any | None  # what thunder.jit made of it; None where ThunderFX gives the piece to torch.compile
+    examples: tuple[Any, ...]  # a fake tensor, or a number, for each of its inputs
+    reason: str  # why it was not given to Thunder; empty where it was
+
+
+def thunderfx_pieces(compiler: Any) -> tuple[Piece, ...]:
+    """The pieces of the last graph that ``compiler`` split, in call order."""
+    info = compiler.subgraph_infos[-1]
+    reasons = "; ".join(dict.fromkeys(_reason(reason) for reason in info.split_reasons or ()))
+    pieces = []
+    for node in info.split_graph_module.graph.find_nodes(op="call_module"):
+        compiled = getattr(info.split_graph_module, node.target)
+        if not node.target.startswith("thunder"):
+            pieces.append(Piece(node.target, None, (), reasons))
+            continue
+        placeholders = thunder.compile_data(compiled).fn.graph.find_nodes(op="placeholder")
+        examples = tuple(placeholder.meta["example_value"] for placeholder in placeholders)
+        pieces.append(Piece(node.target, compiled, examples, ""))
+    return tuple(pieces)
+
+
+def _reason(reason: Any) -> str:
+    cause = f" ({reason.exception})" if reason.exception else ""
+    return " ".join(f"{reason.info}{cause}".split())
+
+
 # ---------------------------------------------------------------- what read.py and edit.py need
 
+from thunder.core import dtypes as dtypes
 from thunder.core import prims as prims
 from thunder.core.codeutils import ContextObject as ContextObject
 from thunder.core.codeutils import prettyprint as prettyprint
@@ -152,6 +258,7 @@ from thunder.core.proxies import Proxy as Proxy
 from thunder.core.proxies import TensorProxy as TensorProxy
 from thunder.core.proxies import variableify as variableify
 from thunder.core.pytree import tree_iter as tree_iter
+from thunder.core.pytree import tree_map as tree_map
 from thunder.core.symbol import BoundSymbol as BoundSymbol
 from thunder.core.symbol import BoundSymbolTag as BoundSymbolTag
 from thunder.core.trace import TraceCtx as TraceCtx
@@ -159,6 +266,7 @@ from thunder.core.trace import TraceProvenance as TraceProvenance
 from thunder.core.trace import from_trace as from_trace
 from thunder.core.trace import tracectx as tracectx
 from thunder.core.transforms import TraceTag as TraceTag
+from thunder.executors.passes import del_last_used as del_last_used
 from thunder.extend import get_always_executors as get_always_executors
 
 

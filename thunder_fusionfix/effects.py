@@ -147,7 +147,8 @@ def short_name(op_id: str) -> str:
     if name.startswith("torch_prims_") and name.endswith("_impl"):
         return name.removeprefix("torch_prims_").removesuffix("_impl")
     if name.startswith("torch_") and name.endswith("_impl"):
-        return name.removeprefix("torch_").removesuffix("_impl")
+        name = name.removeprefix("torch_").removesuffix("_impl")
+        return name if name in _TABLE else name.removesuffix("_prim")
     return name
 
 

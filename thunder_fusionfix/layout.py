@@ -357,3 +357,24 @@ def _is_plain_contiguous(op: Op) -> bool:
         order = _ints(leaf.args[1])
         return order is not None and order == tuple(reversed(range(len(order))))
     return op.kwarg("memory_format") is None
+
+
+def as_prim(layout: Layout, ndim: int) -> tuple[str, tuple[Arg, ...]]:
+    """Thunder's prim for ``layout`` of a tensor with ``ndim`` dims, and its arguments after the tensor.
+
+    >>> as_prim(Permute((1, 0)), 2)
+    ('prims.transpose', ((1, 0),))
+    """
+    if isinstance(layout, Permute):
+        return "prims.transpose", (layout.dims,)
+    if isinstance(layout, Slice):
+        return "prims.slice_prim", (layout.starts, layout.ends, layout.steps)
+    if isinstance(layout, Squeeze):
+        return "prims.squeeze", (layout.dims,)
+    if isinstance(layout, Broadcast):
+        return "prims.broadcast_in_dim", (layout.shape, layout.dims)
+    if isinstance(layout, Contiguous):
+        return "prims.stride_order", (layout.order or tuple(reversed(range(ndim))),)
+    if isinstance(layout, Reshape):
+        return "prims.reshape", (layout.shape,)
+    return "prims.shallow_copy", ()

@@ -1,0 +1,212 @@
+"""Applies a Plan to a final trace. The only place that makes bound symbols and proxies.
+
+The input trace, its bound symbols and its proxies stay as they are: new bound symbols come from Thunder's own symbols and
+metas or from `from_bsym`, a changed region is fused again by the executor that made it, and ``del`` statements are derived
+anew. A new op outside regions is bound for torch as Thunder binds what no executor claimed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thunder_fusionfix._thunder import (
+    BoundSymbol,
+    PrimIDs,
+    Proxy,
+    TensorProxy,
+    TraceCtx,
+    TraceProvenance,
+    TraceTag,
+    del_last_used,
+    dtypes,
+    from_trace,
+    get_always_executors,
+    prims,
+    tracectx,
+    variableify,
+)
+from thunder_fusionfix.errors import UnsupportedTraceError
+from thunder_fusionfix.model import CLEAR, DEL, Arg, Const, Graph, NewOp, Part, Plan, Ref
+
+_SKIPPED = (PrimIDs.COMMENT, PrimIDs.UNPACK_TRIVIAL)  # what `read` gives no position
+
+
+@dataclass(frozen=True, slots=True)
+class _Region:
+    """What a FusionExecutor's `fuse` asks of a region."""
+
+    inputs: tuple[Any, ...]  # variableified proxies
+    outputs: tuple[Any, ...]
+    bound_symbols: tuple[BoundSymbol, ...]
+
+
+def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str) -> TraceCtx:
+    """A new trace with ``plan`` carried out; ``trace`` itself where the plan is empty.
+
+    Args:
+        trace: the trace that ``graph`` was read from.
+        graph: its Graph, to which the plan's positions refer.
+        plan: edits; see `thunder_fusionfix.model.Plan`.
+        provenance: what the new trace says made it.
+
+    Raises:
+        UnsupportedTraceError: the plan needs an op, a dtype or an executor that cannot be made here.
+    """
+    if plan.is_empty:
+        return trace
+    new_trace = from_trace(trace)
+    new_trace.names = set(trace.names)
+    editor = _Editor(trace, new_trace, graph)
+    regions = {edit.pos: edit.parts for edit in plan.regions}
+    placed: dict[int, list[NewOp]] = {}
+    for item in plan.placed:
+        placed.setdefault(item.pos, []).append(item.op)
+
+    bsyms = [bsym for bsym in trace.bound_symbols if bsym.sym.id not in _SKIPPED]
+    result: list[BoundSymbol] = [bsym for bsym in trace.bound_symbols if bsym.sym.id in _SKIPPED]
+    positions: Iterable[int] = range(len(graph.ops)) if plan.order is None else plan.order
+    for pos in positions:
+        for op in placed.get(pos, ()):
+            result += editor.outside(op)
+        if graph.ops[pos].id in (DEL, CLEAR):
+            continue
+        if pos in regions:
+            result += editor.rebuild(bsyms[pos], regions[pos])
+        else:
+            result.append(bsyms[pos])
+
+    new_trace.bound_symbols = result
+    new_trace = del_last_used(new_trace, clear_mutable_collections=TraceTag.BACKWARD in trace.tags)
+    new_trace.set_provenance(TraceProvenance(provenance))
+    return new_trace
+
+
+class _Editor:
+    """Makes bound symbols for one new trace."""
+
+    def __init__(self, trace: TraceCtx, new_trace: TraceCtx, graph: Graph):
+        self.trace = new_trace
+        self.proxies = _proxies(trace)
+        self.counters = _counters(graph)
+
+    def outside(self, op: NewOp) -> list[BoundSymbol]:
+        """``op`` bound for torch, giving the trace's own proxy where the trace has one of that name."""
+        made = self._make(op)
+        claimed = self._claim(made)
+        swap = {}
+        last = claimed[-1].output
+        if last is not made.output:
+            swap[variableify(last)] = made.output
+            claimed = [bsym.from_bsym_swap_proxies(swap) for bsym in claimed]
+        return claimed
+
+    def rebuild(self, bsym: BoundSymbol, parts: Sequence[Part]) -> list[BoundSymbol]:
+        """The regions that stand where ``bsym`` stood; the first keeps its number, the others get unused ones."""
+        executor = bsym.sym.executor
+        if executor is None or not hasattr(executor, "fuse"):
+            raise UnsupportedTraceError(f"{bsym.sym.name}: its executor {executor} cannot fuse again")
+        head = bsym.sym.name.rstrip("0123456789")
+        numbers = [int(bsym.sym.name[len(head) :])]
+        while len(numbers) < len(parts):
+            self.counters[head] = self.counters.get(head, -1) + 1
+            numbers.append(self.counters[head])
+        return [self._fuse(bsym, part, number) for part, number in zip(parts, numbers)]
+
+    def _fuse(self, bsym: BoundSymbol, part: Part, number: int) -> BoundSymbol:
+        body = [bsym.subsymbols[item] if isinstance(item, int) else self._make(item) for item in part.body]
+        made = {proxy.name for sub in body for proxy in sub.flat_proxy_outs}
+        taken = {proxy.name: proxy for sub in body for proxy in sub.flat_proxy_args if proxy.name not in made}
+        old_order = [proxy.name for proxy in bsym.args if isinstance(proxy, Proxy) and proxy.name in taken]
+        names = dict.fromkeys((*old_order, *taken))
+        region = _Region(
+            inputs=tuple(variableify(taken[name]) for name in names),
+            outputs=tuple(variableify(self.proxies[name]) for name in part.outputs),
+            bound_symbols=tuple(body),
+        )
+        fused = bsym.sym.executor.fuse(region, number)
+        return fused.from_bsym(
+            header=bsym.header, source_filename=bsym.source_filename, source_positions=bsym.source_positions, tags=set(bsym.tags)
+        )
+
+    def _make(self, op: NewOp) -> BoundSymbol:
+        """The prim of ``op`` with its output made by the prim's own meta."""
+        symbol = getattr(prims, op.symbol.removeprefix("prims."), None)
+        if symbol is None or not op.symbol.startswith("prims."):
+            raise UnsupportedTraceError(f"{op.symbol} is no prim of this Thunder")
+        args = tuple(self._argument(arg) for arg in op.args)
+        made = self._record(symbol, args)[-1]
+        known = self.proxies.get(op.output)
+        if known is None:
+            self.proxies[op.output] = made.output
+            return made
+        _check_same(op, made.output, known)
+        return made.from_bsym(output=known)
+
+    def _record(self, symbol: Callable, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[BoundSymbol]:
+        """The bound symbols that calling ``symbol`` records."""
+        scope: list[BoundSymbol] = []
+        with tracectx(self.trace):
+            self.trace.push_scope(scope)
+            try:
+                symbol(*args, **(kwargs or {}))
+            finally:
+                self.trace.pop_scope()
+        return scope
+
+    def _claim(self, bsym: BoundSymbol) -> list[BoundSymbol]:
+        """What Thunder's executors of last resort run for ``bsym``."""
+        for executor in get_always_executors():
+            if executor.can_execute(bsym):
+                symbol = executor.get_execution_transform(bsym) or executor.implmap[bsym.sym.id].symbol
+                claimed = self._record(symbol, bsym.args, bsym.kwargs)
+                if claimed:
+                    return claimed
+        raise UnsupportedTraceError(f"no executor of last resort runs {bsym.sym.name}")
+
+    def _argument(self, arg: Arg) -> Any:
+        if isinstance(arg, Ref):
+            return self.proxies[arg.name]
+        if isinstance(arg, tuple):
+            return tuple(self._argument(item) for item in arg)
+        if isinstance(arg, Const):
+            dtype = getattr(dtypes, arg.text.removeprefix("dtypes."), None) if arg.text.startswith("dtypes.") else None
+            if dtype is None:
+                raise UnsupportedTraceError(f"{arg.text} is no dtype of this Thunder")
+            return dtype
+        return arg
+
+
+def _proxies(trace: TraceCtx) -> dict[str, Proxy]:
+    """Every proxy of the trace by name, those of sub-ops included."""
+    found: dict[str, Proxy] = {}
+
+    def visit(bsyms: Iterable[BoundSymbol]) -> None:
+        for bsym in bsyms:
+            for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs):
+                found.setdefault(proxy.name, proxy)
+            visit(bsym.subsymbols)
+
+    visit(trace.bound_symbols)
+    return found
+
+
+def _counters(graph: Graph) -> dict[str, int]:
+    """The highest number of each kind of region in the trace: {"nvFusion": 17}."""
+    highest: dict[str, int] = {}
+    for op in graph.ops:
+        match = re.fullmatch(r"(.*\D)(\d+)", op.id) if op.is_fusion else None
+        if match:
+            highest[match[1]] = max(highest.get(match[1], -1), int(match[2]))
+    return highest
+
+
+def _check_same(op: NewOp, made: Any, known: Proxy) -> None:
+    """Raises where the prim's own meta gives other metadata than the trace says that the value has."""
+    if not isinstance(made, TensorProxy) or not isinstance(known, TensorProxy):
+        raise UnsupportedTraceError(f"{op.symbol} gives {made}, the trace says {known}")
+    said, got = (tuple(known.shape), known.dtype, known.device), (tuple(made.shape), made.dtype, made.device)
+    if said != got:
+        raise UnsupportedTraceError(f"{op.symbol} for {op.output} gives {got}, the trace says {said}")
