@@ -265,9 +265,13 @@ from thunder.core.trace import TraceCtx as TraceCtx
 from thunder.core.trace import TraceProvenance as TraceProvenance
 from thunder.core.trace import from_trace as from_trace
 from thunder.core.trace import tracectx as tracectx
+from thunder.core.recipe import Plugin as Plugin
+from thunder.core.recipe import PluginPolicy as PluginPolicy
+from thunder.core.transform_common import Transform as Transform
 from thunder.core.transforms import TraceTag as TraceTag
 from thunder.executors.passes import del_last_used as del_last_used
 from thunder.extend import get_always_executors as get_always_executors
+from thunder.plugins import register_plugin as register_plugin
 
 
 def get_compile_stats() -> Any:

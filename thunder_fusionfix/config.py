@@ -41,6 +41,11 @@ class FusionFixConfig:
         return cls(**options)
 
 
+def option_names() -> dict[str, str]:
+    """Every option's name with a word on it, for Thunder's listing of compile options."""
+    return {field.name: f"default {field.default!r}; see FusionFixConfig" for field in fields(FusionFixConfig)}
+
+
 def check_option(name: str, value: Any) -> None:
     """Raises `UsageError` where ``value`` is not legal for the option ``name``."""
     if name == "fuel":

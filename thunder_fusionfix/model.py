@@ -333,6 +333,8 @@ class Report:
     stage: str
     before: Timeline
     after: Timeline
+    graph_before: Graph
+    graph_after: Graph
     decisions: tuple[Decision, ...]
     seconds: float  # wall time of all passes, reading and verifying included
     kept_input: str | None = None  # why the input trace was kept although a pass had a plan

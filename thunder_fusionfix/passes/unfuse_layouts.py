@@ -38,6 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.effects import Kind, effect_of, is_layout, short_name
 from thunder_fusionfix.layout import (
     Broadcast,
@@ -73,17 +74,14 @@ class Derived:
     path: tuple[int, ...] = ()  # sub-ops from the source to the value
 
 
-def plan_unfuse_layouts(
-    graph: Graph, strides: Mapping[str, Strides | None], written: frozenset[str], fuel: int | None = None
-) -> Plan:
-    """The plan that takes layout ops out of the fusion regions of ``graph``.
+def plan_unfuse_layouts(facts: Facts, fuel: int | None = None) -> Plan:
+    """The plan that takes layout ops out of the fusion regions of a final trace.
 
     Args:
-        graph: a final trace.
-        strides: strides in elements of the values outside regions; None or missing where nobody knows them.
-        written: names that share storage with something that an op of the trace changes in place.
+        facts: the trace and what is known of it.
         fuel: at most this many rewrites; None for no limit.
     """
+    graph, strides, written = facts.graph, facts.aliases.strides, facts.aliases.written
     fresh = (f"%{i}" for i in itertools.count())
     plans = []
     for pos, op in enumerate(graph.ops):

@@ -1,0 +1,18 @@
+"""The Thunder plugin: ``thunder.compile(model, plugins="fusionfix")`` adds the transform to any recipe."""
+
+from __future__ import annotations
+
+from thunder_fusionfix._thunder import Plugin, PluginPolicy, Transform, register_plugin
+from thunder_fusionfix.transform import FusionFixTransform
+
+
+class FusionFix(Plugin):
+    """Adds `FusionFixTransform` after the recipe's own transforms."""
+
+    policy = PluginPolicy.POST
+
+    def setup_transforms(self) -> list[Transform]:
+        return [FusionFixTransform()]
+
+
+register_plugin("fusionfix", FusionFix)

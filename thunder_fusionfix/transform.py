@@ -1,0 +1,60 @@
+"""`FusionFixTransform`: the adapter by which Thunder calls the final passes. It decides nothing.
+
+    from thunder.dynamo import ThunderCompiler
+    from thunder_fusionfix import FusionFixTransform
+
+    fix = FusionFixTransform()
+    backend = ThunderCompiler(executors=("sdpa", "torchcompile_cat", "nvfuser"), transforms=[fix])
+    model = torch.compile(model, backend=backend)
+    ...
+    print(fix.report())
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from thunder_fusionfix._thunder import TraceCtx, Transform, get_compile_option
+from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
+from thunder_fusionfix.model import Report
+from thunder_fusionfix.pipeline import fix_trace
+from thunder_fusionfix.report import report_text
+
+
+class FusionFixTransform(Transform):
+    """Takes memory-costly layout ops out of fusions, after Thunder made them.
+
+    One object may serve every subgraph of a program; it keeps no state between calls but `reports`.
+
+    Args:
+        **options: see `FusionFixConfig`; each may be given to Thunder instead, with the prefix ``fusionfix_``.
+
+    Raises:
+        UsageError: an option is unknown or has an illegal value.
+    """
+
+    def __init__(self, **options: Any):
+        FusionFixConfig.from_options(options)  # a wrong option fails here, not inside a compile
+        self.options = options
+        self.reports: list[Report] = []  # one for each trace that was looked at, in the order of compilation
+
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        config = FusionFixConfig.from_options({**_compile_options(), **self.options})
+        fixed, report = fix_trace(computation_trace, config)
+        if report is not None:
+            self.reports.append(report)
+        return fixed
+
+    def report(self) -> str:
+        """What was done and what was refused, trace by trace, with the reason and the bytes of each decision."""
+        return "\n\n".join(report_text(report) for report in self.reports) or "no trace with fusion regions was compiled"
+
+    def __repr__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"thunder_fusionfix.FusionFixTransform({options})"
+
+
+def _compile_options() -> dict[str, Any]:
+    """The options that the user gave to Thunder with our prefix."""
+    given = {name: get_compile_option(PREFIX + name, f"thunder_fusionfix: {text}") for name, text in option_names().items()}
+    return {name: value for name, value in given.items() if value is not None}
