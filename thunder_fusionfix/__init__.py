@@ -41,7 +41,7 @@ _PUBLIC = {
 # Modules that change or extend Thunder when they are imported.
 _THUNDER_SIDE = ("_thunder",)
 
-__all__ = ["__version__", *_PUBLIC]
+__all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 -- the keys are strings
 
 
 def __getattr__(name: str) -> Any:

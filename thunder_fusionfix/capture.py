@@ -1,0 +1,370 @@
+"""Traces a function or model as Thunder compiles it, with nvFuser's real fusion pass, on a machine without a GPU.
+
+Nothing is computed and no memory of a tensor's size is taken: parameters and arguments are replaced by fake tensors that say
+they are on "cuda", Thunder compiles for them, and what it would run is not run. nvFuser's fusion pass itself needs no GPU;
+only Thunder's import of it does, which `_thunder.nvfuser_registered` gets around while a capture lasts.
+
+A module goes the way of ThunderFX: torch.compile finds the FX graphs, Thunder's own splitter says which of their pieces
+Thunder takes, and each piece is one `Part`. A causal LM of transformers 4.47.1 gives two, the model and its loss. A plain
+function goes through ``thunder.jit`` and is one part. ``dynamo=`` turns either choice round.
+
+    >>> import torch
+    >>> got = capture(lambda a: torch.relu(a).sum(), [torch.empty(4, 4, requires_grad=True)], executors=("torchcompile_cat",))
+    >>> len(got.parts), got.backward is not None
+    (1, True)
+
+Invariants: the caller's tensors, modules and Thunder's registry are as they were before, also after an error. What a capture
+shows differs from a run in these points, and `Capture.notes` says where one of them applies: pieces that ThunderFX gives to
+torch.compile are left out; arguments that share memory count as separate; an executor that is not installed is left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+import thunder
+from thunder_fusionfix._thunder import (
+    FusionExecutor,
+    TraceCtx,
+    Transform,
+    compile_data_and_stats,
+    get_executor,
+    nvfuser_registered,
+    replaced,
+    thunderfx_compiler,
+    thunderfx_pieces,
+)
+from thunder_fusionfix.errors import UnsupportedTraceError, UsageError
+
+EXECUTORS = ("sdpa", "torchcompile_cat", "nvfuser")  # what ThunderFX users are told to give
+
+# torch.compile keeps this many versions of one function and then runs it uncompiled: captures of other sizes must not count.
+_MANY_VERSIONS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Where the time of one part went, in seconds of wall time."""
+
+    total: float  # all of Thunder's compile, from the call to the finished traces
+    fusion: float  # of it, fusion passes of all fusion executors
+    transforms: float  # of it, the given transforms' hooks after optimization
+
+
+@dataclass(frozen=True)
+class Part:
+    """One function that Thunder compiles."""
+
+    name: str  # "thunder_0 of graph 1"; for a function its own name
+    joint: TraceCtx  # forward and backward in one, as the last fusion executor in the list is given it
+    fused: TraceCtx  # the same after all fusion passes, right before the split
+    forward_before: TraceCtx  # final forward trace as the first of the given transforms sees it
+    backward_before: TraceCtx | None  # the same for backward; None where nothing requires a gradient
+    forward: TraceCtx  # final forward trace, after the given transforms
+    backward: TraceCtx | None
+    seconds: Seconds
+    jitted: Any = field(repr=False)  # what thunder.jit returned; it owns the compile data
+
+    @property
+    def executors(self) -> tuple[Any, ...]:
+        """Thunder's resolved executor list, as transforms are given it (`executors_list`)."""
+        return tuple(thunder.compile_data(self.jitted).executors_list)
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """The state in which Thunder's hooks run: compile options can be read, and regions can be fused anew."""
+        data, stats = thunder.compile_data(self.jitted), thunder.compile_stats(self.jitted)
+        with nvfuser_registered(), compile_data_and_stats(data, stats):
+            yield
+
+
+@dataclass(frozen=True)
+class Capture:
+    """What `capture` found. ``joint``, ``forward`` and ``backward`` are those of the largest part."""
+
+    parts: tuple[Part, ...]  # in the order in which the program calls them
+    notes: tuple[str, ...]  # where a run under ThunderFX would differ, for people
+    seconds: float  # wall time of everything, torch.compile's graph capture included
+
+    @cached_property
+    def largest(self) -> Part:
+        """The part with the most operations; the first of them."""
+        return max(self.parts, key=lambda part: len(part.fused.bound_symbols))
+
+    @property
+    def joint(self) -> TraceCtx:
+        return self.largest.joint
+
+    @property
+    def forward(self) -> TraceCtx:
+        return self.largest.forward
+
+    @property
+    def backward(self) -> TraceCtx | None:
+        return self.largest.backward
+
+
+def capture(
+    model_or_fn: Callable,
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    device: str = "cuda",
+    executors: Sequence[Any] = EXECUTORS,
+    fusion_type: str | None = None,
+    transforms: Sequence[Transform] = (),
+    grad: bool = True,
+    dynamo: bool | None = None,
+    progress: Callable[[str], None] = lambda step: None,
+    **thunder_options: Any,
+) -> Capture:
+    """The traces that Thunder makes of ``model_or_fn(*args, **kwargs)``.
+
+    Args:
+        model_or_fn: a module (real, fake or on "meta"; it is not changed) or a function. Tensors that a plain function
+            closes over stay where they are; give them as arguments.
+        args: positional arguments; their tensors may be real, fake or on "meta", only shape, strides, dtype and
+            requires_grad count.
+        kwargs: keyword arguments, likewise.
+        device: where all tensors are said to be.
+        executors: names or executors, as for ``thunder.jit``. "nvfuser" is left out, with a note, where it is not installed.
+        fusion_type: "dataflow" or "consecutive"; by default what Thunder takes: "dataflow" with dynamo, else "consecutive".
+        transforms: as for ``thunder.jit``.
+        grad: False compiles as under ``torch.no_grad()``.
+        dynamo: True goes through torch.compile as ThunderFX does, False through ``thunder.jit``; by default True for modules.
+        progress: called with a few words at each step that takes time.
+        thunder_options: further options of ``thunder.jit``.
+
+    Raises:
+        UsageError: an executor or fusion type that does not exist, or a tensor that is not plain and strided.
+        UnsupportedTraceError: torch.compile found nothing to compile, or gave none of it to Thunder.
+    """
+    start = time.perf_counter()
+    if fusion_type not in (None, "dataflow", "consecutive"):
+        raise UsageError(f"fusion_type={fusion_type!r}: 'dataflow' or 'consecutive'")
+    dynamo = isinstance(model_or_fn, torch.nn.Module) if dynamo is None else dynamo
+    options = {**thunder_options, "fusion_type": fusion_type or ("dataflow" if dynamo else "consecutive")}
+    args, kwargs = tuple(args or ()), dict(kwargs or {})
+    notes = list(_shared_memory((args, kwargs)))
+
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with nvfuser_registered() as nvfuser, torch.set_grad_enabled(grad):
+        options["executors"] = _resolve(executors, nvfuser, notes)
+        recorder = _Recorder(options["executors"], tuple(transforms))
+        options["transforms"] = recorder.transforms
+        with fake_mode:
+            faker = _Faker(device)
+            fn, args, kwargs = faker.module_or_function(model_or_fn), faker.tree(args), faker.tree(kwargs)
+        if dynamo:
+            jobs = _thunderfx_jobs(fn, args, kwargs, fake_mode, options, notes, progress)
+        else:
+            jobs = [_Job(getattr(fn, "__name__", type(fn).__name__), thunder.jit(fn, **options), args, kwargs, grad)]
+        with fake_mode:
+            parts = tuple(recorder.compile(job, progress) for job in jobs)
+    if all(part.backward is None for part in parts) and grad:
+        notes.append("No argument and no parameter requires a gradient: there is no backward trace.")
+    return Capture(parts, tuple(notes), time.perf_counter() - start)
+
+
+# ---------------------------------------------------------------- arguments
+
+
+@dataclass(slots=True)
+class _Faker:
+    """Makes fake tensors on one device, one for each original, so that tied parameters stay tied. Needs a fake mode."""
+
+    device: str
+    made: dict[int, torch.Tensor] = field(default_factory=dict)  # id of the original -> its fake
+    kept: list[torch.Tensor] = field(default_factory=list)  # originals: their ids must not be used again
+
+    def tensor(self, original: torch.Tensor) -> torch.Tensor:
+        """A fake of the same shape, strides, dtype and class (tensor or parameter)."""
+        if id(original) in self.made:
+            return self.made[id(original)]
+        if original.layout is not torch.strided:
+            raise UsageError(f"a tensor with layout {original.layout} cannot be captured; give a strided one")
+        fake = torch.empty_strided(original.size(), original.stride(), dtype=original.dtype, device=self.device)
+        if isinstance(original, torch.nn.Parameter):
+            fake = torch.nn.Parameter(fake, original.requires_grad)
+        elif original.requires_grad:
+            fake.requires_grad_(True)
+        self.made[id(original)] = fake
+        self.kept.append(original)
+        return fake
+
+    def tree(self, values: Any) -> Any:
+        """``values`` with every tensor replaced."""
+        return pytree.tree_map_only(torch.Tensor, self.tensor, values)
+
+    def module_or_function(self, fn: Callable) -> Callable:
+        """A copy of a module with every tensor in its attributes replaced; a function as it is."""
+        if not isinstance(fn, torch.nn.Module):
+            return fn
+        for module in fn.modules():
+            for attribute in vars(module).values():
+                self.tree(attribute)
+        # deepcopy takes what its memo holds instead of copying: no weight is ever copied
+        return copy.deepcopy(fn, dict(self.made))
+
+
+def _shared_memory(values: Any) -> Iterator[str]:
+    """A note where tensors in ``values`` share memory."""
+    storages: dict[Any, list[torch.Tensor]] = {}
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.device.type != "meta":
+            storages.setdefault(leaf.untyped_storage()._cdata, []).append(leaf)
+    if any(len(tensors) > 1 for tensors in storages.values()):
+        yield "Arguments that share memory are shown as separate: Thunder would look for in-place ops that they both see."
+
+
+def _resolve(executors: Sequence[Any], nvfuser: FusionExecutor | None, notes: list[str]) -> tuple[Any, ...]:
+    """The executors, by name or as they are; without "nvfuser", and a note, where there is none."""
+    resolved = []
+    for executor in executors:
+        if executor == "nvfuser" and nvfuser is None:
+            notes.append(
+                "nvFuser is not installed (it has wheels for Python 3.10 and 3.12): shown without its fusions."
+            )
+            continue
+        found = get_executor(executor) if isinstance(executor, str) else executor
+        if found is None:
+            names = sorted(str(known.name) for known in thunder.get_all_executors())
+            raise UsageError(f"there is no executor {executor!r}; Thunder knows {', '.join(names)}")
+        resolved.append(found)
+    return tuple(resolved)
+
+
+# ---------------------------------------------------------------- ThunderFX
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One function for Thunder to compile, and what it is called with."""
+
+    name: str
+    jitted: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    grad: bool  # whether gradients are on where the program calls it
+
+
+def _thunderfx_jobs(
+    fn: Callable,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    fake_mode: FakeTensorMode,
+    options: Mapping[str, Any],
+    notes: list[str],
+    progress: Callable[[str], None],
+) -> list[_Job]:
+    """The pieces of the program that ThunderFX would give to Thunder, in call order."""
+    jobs: list[_Job] = []
+    num_graphs = 0
+
+    def backend(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable:
+        nonlocal num_graphs
+        progress(f"graph {num_graphs}: {len(graph.graph.nodes)} nodes")
+        # a compiler for each graph: it adds a transform of its own to the list that it is given, every time
+        compiler = thunderfx_compiler(**{**options, "transforms": list(options["transforms"])})
+        # new tensors of its own must be fake too, and what it leaves to torch.compile stays as it is
+        with fake_mode, replaced(torch._inductor, "compile", lambda piece, _: piece):
+            compiler(graph, examples)
+        for piece in thunderfx_pieces(compiler):
+            name = f"{piece.name} of graph {num_graphs}"
+            if piece.jitted is None:
+                notes.append(f"ThunderFX gives {name} to torch.compile and not to Thunder: {piece.reason}")
+            else:
+                jobs.append(_Job(name, piece.jitted, piece.examples, {}, torch.is_grad_enabled()))
+        num_graphs += 1
+        return graph.forward
+
+    # torch.compile traces into `re` where a pattern is not in its cache, and cannot go on there: transformers 4.47.1 looks up
+    # its loss with a pattern, so that the first call of a process makes two graphs and a later one makes one. Show the first.
+    re.purge()
+    limits = {"recompile_limit": _MANY_VERSIONS, "accumulated_recompile_limit": _MANY_VERSIONS}
+    with torch._dynamo.config.patch(limits), fake_mode:
+        torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
+    if num_graphs > 1:
+        notes.append(
+            f"torch.compile makes {num_graphs} graphs of this program: a gradient that goes from one to another lives until "
+            "the backward of the one that receives it returns."
+        )
+    if not jobs:
+        raise UnsupportedTraceError("torch.compile gave nothing of this program to Thunder; try dynamo=False")
+    return jobs
+
+
+# ---------------------------------------------------------------- recording
+
+
+class _Hook(Transform):
+    """Keeps the traces that Thunder hands to it and when."""
+
+    def __init__(self) -> None:
+        self.traces: list[TraceCtx] = []
+        self.times: list[float] = []
+
+    def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
+        self.traces.append(computation_trace)
+        self.times.append(time.perf_counter())
+        return computation_trace
+
+
+class _Recorder:
+    """Watches Thunder compile one function after another."""
+
+    def __init__(self, executors: Sequence[Any], transforms: Sequence[Transform]) -> None:
+        self.before, self.after = _Hook(), _Hook()
+        self.transforms = [self.before, *transforms, self.after]
+        self.fusers = [executor for executor in executors if isinstance(executor, FusionExecutor)]
+
+    def compile(self, job: _Job, progress: Callable[[str], None]) -> Part:
+        """Lets Thunder compile ``job``, not run it."""
+        progress(job.name)
+        self.before.__init__(), self.after.__init__()  # type: ignore[misc]
+        seen: list[TraceCtx] = []  # input and output of each fusion pass
+        fusion_seconds = 0.0
+
+        def watched(fusion_pass: Callable[[TraceCtx], TraceCtx]) -> Callable[[TraceCtx], TraceCtx]:
+            def watch(trace: TraceCtx) -> TraceCtx:
+                nonlocal fusion_seconds
+                start = time.perf_counter()
+                fused = fusion_pass(trace)
+                fusion_seconds += time.perf_counter() - start
+                seen.extend((trace, fused))
+                return fused
+
+            return watch
+
+        start = time.perf_counter()
+        with contextlib.ExitStack() as stack, torch.set_grad_enabled(job.grad):
+            for fuser in self.fusers:
+                stack.enter_context(replaced(fuser, "fusion_pass", watched(fuser.fusion_pass)))
+            thunder.compile_data(job.jitted).get_computation_and_inputs(*job.args, **job.kwargs)
+        total = time.perf_counter() - start
+
+        forward_before, *backward_before = self.before.traces
+        forward, *backward = self.after.traces
+        joint, fused = seen[-2:] if seen else (forward_before, forward_before)
+        return Part(
+            name=job.name,
+            joint=joint,
+            fused=fused,
+            forward_before=forward_before,
+            backward_before=backward_before[0] if backward_before else None,
+            forward=forward,
+            backward=backward[0] if backward else None,
+            seconds=Seconds(total, fusion_seconds, self.after.times[0] - self.before.times[-1]),
+            jitted=job.jitted,
+        )
