@@ -29,7 +29,6 @@ import thunder
 import torch
 from looseversion import LooseVersion
 from thunder.core.compile_data import compile_data_and_stats
-from thunder.core.transform_common import Transform
 from thunder.extend import FusionExecutor, deregister_executor, get_executor, register_executor, resolve_executors
 
 __all__ = [
@@ -259,14 +258,14 @@ from thunder.core.proxies import TensorProxy as TensorProxy
 from thunder.core.proxies import variableify as variableify
 from thunder.core.pytree import tree_iter as tree_iter
 from thunder.core.pytree import tree_map as tree_map
+from thunder.core.recipe import Plugin as Plugin
+from thunder.core.recipe import PluginPolicy as PluginPolicy
 from thunder.core.symbol import BoundSymbol as BoundSymbol
 from thunder.core.symbol import BoundSymbolTag as BoundSymbolTag
 from thunder.core.trace import TraceCtx as TraceCtx
 from thunder.core.trace import TraceProvenance as TraceProvenance
 from thunder.core.trace import from_trace as from_trace
 from thunder.core.trace import tracectx as tracectx
-from thunder.core.recipe import Plugin as Plugin
-from thunder.core.recipe import PluginPolicy as PluginPolicy
 from thunder.core.transform_common import Transform as Transform
 from thunder.core.transforms import TraceTag as TraceTag
 from thunder.executors.passes import del_last_used as del_last_used

@@ -29,11 +29,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import thunder
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-import thunder
 from thunder_fusionfix._thunder import (
     FusionExecutor,
     TraceCtx,
@@ -155,7 +155,6 @@ def capture(
         raise UsageError(f"fusion_type={fusion_type!r}: 'dataflow' or 'consecutive'")
     dynamo = isinstance(model_or_fn, torch.nn.Module) if dynamo is None else dynamo
     options = {**thunder_options, "fusion_type": fusion_type or ("dataflow" if dynamo else "consecutive")}
-    args, kwargs = tuple(args or ()), dict(kwargs or {})
     notes = list(_shared_memory((args, kwargs)))
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -165,11 +164,16 @@ def capture(
         options["transforms"] = recorder.transforms
         with fake_mode:
             faker = _Faker(device)
-            fn, args, kwargs = faker.module_or_function(model_or_fn), faker.tree(args), faker.tree(kwargs)
+            fn = faker.module_or_function(model_or_fn)
+            fake_args, fake_kwargs = faker.tree(tuple(args or ())), faker.tree(dict(kwargs or {}))
         if dynamo:
-            jobs = _thunderfx_jobs(fn, args, kwargs, fake_mode, options, notes, progress)
+            jobs = _thunderfx_jobs(fn, fake_args, fake_kwargs, fake_mode, options, notes, progress)
         else:
-            jobs = [_Job(getattr(fn, "__name__", type(fn).__name__), thunder.jit(fn, **options), args, kwargs, grad)]
+            jobs = [
+                _Job(
+                    getattr(fn, "__name__", type(fn).__name__), thunder.jit(fn, **options), fake_args, fake_kwargs, grad
+                )
+            ]
         with fake_mode:
             parts = tuple(recorder.compile(job, progress) for job in jobs)
     if all(part.backward is None for part in parts) and grad:
