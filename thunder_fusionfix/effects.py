@@ -80,7 +80,7 @@ _POINTWISE = (
     "silu_backward gelu_backward threshold_backward logsigmoid selu elu leaky_relu mish addcmul addcdiv isnan isinf positive"
 ).split()
 _REDUCTIONS = "amax amin prod sum mean var var_mean std argmax argmin any all cumsum".split()
-_MATMULS = "linear matmul mm bmm addmm baddbmm _grouped_mm mv dot outer".split()
+_MATMULS = "fusionfix_linear fusionfix_matmul linear matmul mm bmm addmm baddbmm _grouped_mm mv dot outer".split()
 _MOVES = "cat stack pad take take_along_axis take_along_dim gather index_select flip roll repeat clone unfold embedding".split()
 _FACTORIES = "full full_like zeros zeros_like ones ones_like iota arange empty tensor_from_sequence new_zeros new_ones tri".split()
 _COMPUTE = (
@@ -89,12 +89,16 @@ _COMPUTE = (
     "nll_loss_backward log_softmax_backward nv_cross_entropy_fwd nv_cross_entropy_bwd tril triu argsort setitem "
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool2d interpolate frexp "
     "convolution_backward max_pool2d_backward adaptive_avg_pool2d_backward gelu_vjp scaled_dot_product_flash_attention "
-    "scaled_dot_product_efficient_attention uniform_philox"
+    "scaled_dot_product_efficient_attention uniform_philox sdpaex_scaled_dot_product_efficient_attention_backward "
+    "sdpafx_scaled_dot_product_efficient_attention_backward cudnn_sdpa_bwd"
 ).split()
 _RANDOM = (
     "uniform randint randn rand multinomial get_and_update_rng_state get_rng_state set_rng_state get_rng_state_prim_impl "
     "set_rng_state_prim_impl unpack_rng_state_prim_impl pack_rng_state_prim_impl unpack_rng_state pack_rng_state dropout "
-    "uniform_like bernoulli exponential"
+    "uniform_like bernoulli exponential "
+    # Thunder's attention executors; the flash one carries the name of the other after its prefix
+    "sdpaex_grad_forward_scaled_dot_product_efficient_attention sdpafx_grad_forward_scaled_dot_product_efficient_attention "
+    "cudnn_sdpa_fwd"
 ).split()
 _COLLECTIVES = "all_gather all_reduce broadcast reduce_scatter all_to_all synchronize".split()
 _BOOKKEEPING = (
