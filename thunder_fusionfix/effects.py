@@ -51,7 +51,7 @@ class Effect:
     """One row of the table."""
 
     kind: Kind
-    copies: Copies = Copies.ALWAYS  # for LAYOUT: whether the output is new memory
+    copies: Copies = Copies.ALWAYS  # whether the output is new memory; a cast to its own dtype gives its argument
     writes: tuple[int, ...] = ()  # for WRITE: indices of the arguments that are changed
     cheap: bool = False  # worth doing again rather than keeping its output
 
@@ -65,25 +65,36 @@ BARRIER = Effect(Kind.BARRIER)
 _FUSION = re.compile(r"(nvFusion|TorchCompile|CUDAGraph)\d+$")
 _PREFIX = re.compile(r"^(prims|ltorch|torch\.nn\.functional|torch\.Tensor|Tensor|torch|aten|core_prims)\.")
 
+
+def _names(text: str) -> list[str]:
+    return text.split()
+
+
 # Short names: what is left of "prims.reshape", "ltorch.reshape", "torch.reshape", "torch_prims_reshape_impl".
-_VIEWS = (
+_VIEWS = _names(
     "transpose permute slice_prim squeeze unsqueeze broadcast_in_dim expand shallow_copy view_as_real detach t mT "
     "movedim select narrow diagonal alias"
-).split()
-_MAYBE_VIEWS = "reshape view flatten unflatten contiguous stride_order".split()
-_POINTWISE = (
-    "convert_element_type to bitcast abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc "
+)
+_MAYBE_VIEWS = _names("reshape view flatten unflatten contiguous stride_order")
+_CASTS = _names("convert_element_type to float type_as")
+_SAME_BITS = _names("bitcast real imag positive")  # give their argument, or a view of it
+_POINTWISE = _names(
+    "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc "
     "erfcinv erfinv exp exp2 expm1 floor isfinite lgamma log log10 log1p log2 ndtri neg reciprocal round rsqrt sign "
-    "signbit sin sinh sqrt tan tanh trunc real imag add atan2 bitwise_and bitwise_or bitwise_xor div true_divide eq fmod "
+    "signbit sin sinh sqrt tan tanh trunc add atan2 bitwise_and bitwise_or bitwise_xor div true_divide eq fmod "
     "ge gt le lt maximum minimum mul ne nextafter pow remainder sub zeta bitwise_left_shift bitwise_right_shift lerp where "
-    "sigmoid silu gelu relu relu6 masked_fill clamp square logical_not logical_and logical_or hardswish softplus float type_as "
-    "silu_backward gelu_backward threshold_backward logsigmoid selu elu leaky_relu mish addcmul addcdiv isnan isinf positive"
-).split()
-_REDUCTIONS = "amax amin prod sum mean var var_mean std argmax argmin any all cumsum".split()
-_MATMULS = "fusionfix_linear fusionfix_matmul linear matmul mm bmm addmm baddbmm _grouped_mm mv dot outer".split()
-_MOVES = "cat stack pad take take_along_axis take_along_dim gather index_select flip roll repeat clone unfold embedding".split()
-_FACTORIES = "full full_like zeros zeros_like ones ones_like iota arange empty tensor_from_sequence new_zeros new_ones tri".split()
-_COMPUTE = (
+    "sigmoid silu gelu relu relu6 masked_fill clamp square logical_not logical_and logical_or hardswish softplus "
+    "silu_backward gelu_backward threshold_backward logsigmoid selu elu leaky_relu mish addcmul addcdiv isnan isinf"
+)
+_REDUCTIONS = _names("amax amin prod sum mean var var_mean std argmax argmin any all cumsum")
+_MATMULS = _names("fusionfix_linear fusionfix_matmul linear matmul mm bmm addmm baddbmm _grouped_mm mv dot outer")
+_MOVES = _names(
+    "cat stack pad take take_along_axis take_along_dim gather index_select flip roll repeat clone embedding"
+)
+_FACTORIES = _names(
+    "full full_like zeros zeros_like ones ones_like iota arange empty tensor_from_sequence new_zeros new_ones tri"
+)
+_COMPUTE = _names(
     "softmax log_softmax layer_norm rms_norm batch_norm native_batch_norm group_norm cross_entropy nll_loss convolution conv1d "
     "conv2d conv3d topk sort scatter scatter_add index_add index_copy index_put copy_with_setitem embedding_backward "
     "nll_loss_backward log_softmax_backward nv_cross_entropy_fwd nv_cross_entropy_bwd tril triu argsort setitem "
@@ -91,16 +102,16 @@ _COMPUTE = (
     "convolution_backward max_pool2d_backward adaptive_avg_pool2d_backward gelu_vjp scaled_dot_product_flash_attention "
     "scaled_dot_product_efficient_attention uniform_philox sdpaex_scaled_dot_product_efficient_attention_backward "
     "sdpafx_scaled_dot_product_efficient_attention_backward cudnn_sdpa_bwd"
-).split()
-_RANDOM = (
+)
+_RANDOM = _names(
     "uniform randint randn rand multinomial get_and_update_rng_state get_rng_state set_rng_state get_rng_state_prim_impl "
     "set_rng_state_prim_impl unpack_rng_state_prim_impl pack_rng_state_prim_impl unpack_rng_state pack_rng_state dropout "
     "uniform_like bernoulli exponential "
     # Thunder's attention executors; the flash one carries the name of the other after its prefix
     "sdpaex_grad_forward_scaled_dot_product_efficient_attention sdpafx_grad_forward_scaled_dot_product_efficient_attention "
     "cudnn_sdpa_fwd"
-).split()
-_COLLECTIVES = "all_gather all_reduce broadcast reduce_scatter all_to_all synchronize".split()
+)
+_COLLECTIVES = _names("all_gather all_reduce broadcast reduce_scatter all_to_all synchronize")
 _BOOKKEEPING = (
     RETURN,
     DEL,
@@ -124,6 +135,8 @@ _TABLE: dict[str, Effect] = {
     **{name: Effect(Kind.LAYOUT, Copies.NEVER, cheap=True) for name in _VIEWS},
     **{name: Effect(Kind.LAYOUT, Copies.MAYBE, cheap=True) for name in _MAYBE_VIEWS},
     **{name: Effect(Kind.POINTWISE, cheap=True) for name in _POINTWISE},
+    **{name: Effect(Kind.POINTWISE, Copies.MAYBE, cheap=True) for name in _CASTS},
+    **{name: Effect(Kind.POINTWISE, Copies.NEVER, cheap=True) for name in _SAME_BITS},
     **{name: Effect(Kind.REDUCTION) for name in _REDUCTIONS},
     **{name: Effect(Kind.MATMUL) for name in _MATMULS},
     **{name: Effect(Kind.MOVE) for name in _MOVES},
@@ -131,6 +144,7 @@ _TABLE: dict[str, Effect] = {
     **{name: Effect(Kind.COMPUTE) for name in _COMPUTE},
     **{name: Effect(Kind.RANDOM) for name in _RANDOM},
     **{name: Effect(Kind.COLLECTIVE) for name in _COLLECTIVES},
+    "unfold": Effect(Kind.MOVE, Copies.MAYBE),  # torch.Tensor.unfold is a view, torch.nn.functional.unfold a copy
     "wait": Effect(Kind.WAIT),
     "item": Effect(Kind.SYNC),
     "print": Effect(Kind.SYNC),

@@ -1,0 +1,430 @@
+"""Which values share memory, how certain that is, and with which strides they see it.
+
+Two questions are asked of sharing, and they err on different sides. *Price*: does this value cost bytes of its own? Values that
+share for certain have one `Storage`; a layout that may be a view or a copy is priced as a copy. *Safety*: may a write to one
+value change another? There every doubt counts as yes: storages that may share are one *group*, and order among the accesses of
+a group must be kept where one of them writes.
+
+What is known:
+
+- strides start at arguments that carry them, pass through layout ops, and are row-major after matmuls, factories and what else
+  torch makes dense; nvFuser's outputs are taken for row-major, as its allocator makes them. Unknown stays unknown.
+- an output of a fusion region that is a layout, a copy or a cast to its own dtype of an *input*, or of another *output*, has the
+  memory of that input or output (seen with nvFuser 0.2.36 for transpose, reshape, slice and expand); so it is with Inductor.
+- dims that a broadcast repeats take no memory, in torch's views and in the outputs of both compilers.
+- ``copy_`` gives its destination, also inside a region; an operation without a row in `effects` may do anything to its inputs.
+
+Values that come from outside may share memory with one another, which no trace tells: all of them are one group.
+
+    >>> from thunder_fusionfix.model import Graph, Op, Ref, Value
+    >>> x, y, z = (Value(name, (4, 2), "f32", "cuda:0") for name in "xyz")
+    >>> ops = (Op("torch.permute", (Ref("x"), (1, 0)), Ref("y")), Op("torch.exp", (Ref("x"),), Ref("z")))
+    >>> shared = aliases(Graph("f", "inference", ("x",), ops, {"x": x, "y": y, "z": z}))
+    >>> shared.sharing("x", "y"), shared.sharing("x", "z")
+    (<Sharing.CERTAIN: 'shares memory'>, <Sharing.NONE: 'apart'>)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from math import prod
+
+from thunder_fusionfix.effects import Copies, Kind, effect_of
+from thunder_fusionfix.layout import Shape, Strides, Viewed, is_row_major, layout_of, row_major, source_of
+from thunder_fusionfix.model import CLEAR, DEL, UNPACK, Graph, Op, Value, refs
+
+
+class Sharing(Enum):
+    """Whether two values have memory in common."""
+
+    CERTAIN = "shares memory"
+    POSSIBLE = "may share memory"
+    NONE = "apart"
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """One piece of memory and every value that sees it for certain."""
+
+    id: int
+    root: str  # the value that first had it
+    names: tuple[str, ...]  # in order of appearance; the root is the first
+    nbytes: int | None  # bytes, not rounded; None where shape or dtype is not known
+    is_outside: bool  # there before the first op: an argument, or what a collection holds
+    group: int  # storages with the same group may share memory
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One op that reads or writes a group of storages."""
+
+    pos: int  # position of the op in the Graph
+    name: str  # the value through which it does
+    writes: bool  # an unknown op is taken to write all that it is given
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """The memory of a Graph's tensors."""
+
+    storages: tuple[Storage, ...]
+    storage_of: Mapping[str, int]  # every tensor's name to the id of its storage
+    strides: Mapping[str, Strides | None]  # elements; None where not known
+    accesses: Mapping[int, tuple[Access, ...]]  # group to its accesses, in trace order
+
+    def sharing(self, one: str, other: str) -> Sharing:
+        """Whether the tensors ``one`` and ``other`` share memory."""
+        first, second = self.storage_of[one], self.storage_of[other]
+        if first == second:
+            return Sharing.CERTAIN
+        return Sharing.POSSIBLE if self.storages[first].group == self.storages[second].group else Sharing.NONE
+
+    def group_of(self, name: str) -> int:
+        """The group of storages that the tensor ``name`` may share memory with."""
+        return self.storages[self.storage_of[name]].group
+
+    def is_written(self, name: str) -> bool:
+        """True where some op may write to memory that ``name`` may see."""
+        return any(access.writes for access in self.accesses.get(self.group_of(name), ()))
+
+
+def aliases(graph: Graph, forward: Graph | None = None) -> Aliases:
+    """The storages, strides and accesses of ``graph``.
+
+    Args:
+        graph: any Graph.
+        forward: for a backward Graph, the forward that saved its tensors. It tells which saved tensors share one storage, and
+            their strides; without it each saved tensor is counted on its own.
+    """
+    return _Walk(graph, aliases(forward) if forward is not None else None).run()
+
+
+@dataclass
+class _Walk:
+    """One pass over a Graph's ops that finds the memory of every tensor."""
+
+    graph: Graph
+    forward: Aliases | None
+    storage_of: dict[str, int] = field(default_factory=dict)
+    strides: dict[str, Strides | None] = field(default_factory=dict)
+    roots: list[str] = field(default_factory=list)  # by storage id
+    names: list[list[str]] = field(default_factory=list)
+    nbytes: list[int | None] = field(default_factory=list)
+    outside: list[bool] = field(default_factory=list)
+    parent: list[int] = field(default_factory=list)  # union-find over storage ids: may share
+    accesses: list[tuple[int, Access]] = field(default_factory=list)  # with the storage id
+
+    def run(self) -> Aliases:
+        for name in self.graph.args:
+            self.bring_in(name)
+        for pos, op in enumerate(self.graph.ops):
+            self.visit(pos, op)
+        groups = [self.find(id) for id in range(len(self.roots))]
+        by_group: dict[int, list[Access]] = {}
+        for id, access in self.accesses:
+            by_group.setdefault(groups[id], []).append(access)
+        columns = zip(self.roots, self.names, self.nbytes, self.outside, groups)
+        storages = tuple(
+            Storage(id, root, tuple(names), nbytes, outside, group)
+            for id, (root, names, nbytes, outside, group) in enumerate(columns)
+        )
+        return Aliases(
+            storages, self.storage_of, self.strides, {group: tuple(found) for group, found in sorted(by_group.items())}
+        )
+
+    # ------------------------------------------------ storages
+
+    def is_tensor(self, name: str) -> bool:
+        value = self.graph.values.get(name)
+        return value is not None and value.kind == "tensor"
+
+    def add(self, name: str, nbytes: int | None, strides: Strides | None, *, outside: bool = False) -> int:
+        """A new storage, first seen as ``name``."""
+        id = len(self.roots)
+        self.roots.append(name)
+        self.names.append([name])
+        self.nbytes.append(nbytes)
+        self.outside.append(outside)
+        self.parent.append(id)
+        self.storage_of[name] = id
+        self.strides[name] = strides
+        return id
+
+    def share(self, name: str, source: str, strides: Strides | None) -> None:
+        """``name`` is the memory of ``source``, seen with ``strides``."""
+        id = self.storage_of[source]
+        self.storage_of[name] = id
+        self.strides[name] = strides
+        self.names[id].append(name)
+
+    def bring_in(self, name: str) -> None:
+        """``name`` comes from outside: an argument, or a tensor that was saved."""
+        if not self.is_tensor(name) or name in self.storage_of:
+            return
+        value = self.graph.values[name]
+        strides = value.strides
+        if self.forward is not None and name in self.forward.storage_of:
+            strides = strides if strides is not None else self.forward.strides[name]
+            saved = self.forward.storages[self.forward.storage_of[name]]
+            for other in saved.names:
+                if other in self.storage_of:
+                    self.share(name, other, strides)
+                    return
+            id = self.add(name, saved.nbytes, strides, outside=True)
+        else:
+            id = self.add(name, span_bytes(value, strides), strides, outside=True)
+        self.may_share(id, self.outside.index(True))
+
+    def may_share(self, one: int, other: int) -> None:
+        one, other = self.find(one), self.find(other)
+        self.parent[max(one, other)] = min(one, other)
+
+    def find(self, id: int) -> int:
+        while self.parent[id] != id:
+            self.parent[id] = self.parent[self.parent[id]]
+            id = self.parent[id]
+        return id
+
+    # ------------------------------------------------ ops
+
+    def visit(self, pos: int, op: Op) -> None:
+        if op.id in (DEL, CLEAR):
+            return
+        if op.id == UNPACK:
+            for name in op.outputs:
+                self.bring_in(name)
+            return
+        inputs = [name for name in op.inputs if name in self.storage_of]
+        outputs = [name for name in op.outputs if self.is_tensor(name) and name not in self.storage_of]
+        effect = effect_of(op)
+        if effect.kind is Kind.REGION:
+            written = self.visit_region(op, outputs)
+        else:
+            written = self.visit_single(op, inputs, outputs)
+        for name in inputs:
+            self.accesses.append((self.storage_of[name], Access(pos, name, name in written)))
+
+    def visit_single(self, op: Op, inputs: list[str], outputs: list[str]) -> frozenset[str]:
+        """Places the outputs of an op that is no region; gives the inputs that it writes."""
+        effect = effect_of(op)
+        if effect.kind is Kind.BOOKKEEPING:
+            for name in outputs:
+                self.bring_in(name)
+            return frozenset()
+        if effect.kind is Kind.WRITE:
+            written = tuple(name for index in effect.writes for name in refs(op.args[index : index + 1]))
+            for name in outputs:
+                if written and written[0] in self.storage_of:
+                    self.share(name, written[0], self.strides[written[0]])
+                else:
+                    self.add_dense(name, None)
+            return frozenset(written)
+        if len(outputs) == 1 and inputs:
+            made = rearranged(op, self.graph.values, self.strides)
+            if made is not None:
+                self.place(outputs[0], made)
+                return frozenset()
+        for name in outputs:
+            id = self.add_dense(name, computed_strides(op, self.graph.values, self.strides, name))
+            if effect.kind in (Kind.BARRIER, Kind.RANDOM) or (
+                effect.kind is Kind.MOVE and effect.copies is Copies.MAYBE
+            ):
+                for source in inputs:
+                    self.may_share(id, self.storage_of[source])
+        return frozenset(inputs) if effect.kind is Kind.BARRIER else frozenset()
+
+    def add_dense(self, name: str, strides: Strides | None) -> int:
+        return self.add(name, span_bytes(self.graph.values[name], strides), strides)
+
+    def place(self, name: str, made: Made) -> None:
+        """Gives ``name`` the memory that a layout op makes or shares."""
+        if made.viewed is Viewed.YES:
+            self.share(name, made.source, made.strides)
+            return
+        id = self.add_dense(name, made.strides)
+        self.may_share(id, self.storage_of[made.source])  # strides of the next run may make it a view
+
+    def visit_region(self, op: Op, outputs: list[str]) -> frozenset[str]:
+        """Places the outputs of a fusion region; gives the inputs that it writes."""
+        inputs = [name for name in op.inputs if name in self.storage_of]
+        if not op.subops:
+            for name in outputs:
+                id = self.add_dense(name, None)
+                for source in inputs:
+                    self.may_share(id, self.storage_of[source])
+            return frozenset(inputs)
+        inside = inside_of(op, self.graph.values, self.strides)
+        for name in outputs:
+            seen = inside.values.get(name)
+            if seen is None:
+                self.add_dense(name, None)
+            elif seen.anchor is not None and seen.anchor != name and seen.anchor in self.storage_of:
+                self.share(name, seen.anchor, seen.strides)
+            else:
+                self.add_dense(name, seen.strides)
+        for name in outputs:
+            for other in inside.may_share.get(name, ()):
+                if other in self.storage_of:
+                    self.may_share(self.storage_of[name], self.storage_of[other])
+        return inside.written
+
+
+# ---------------------------------------------------------------- single ops
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What a layout op, or a cast, makes of its source."""
+
+    source: str
+    viewed: Viewed
+    strides: Strides | None  # of the output
+
+
+def rearranged(op: Op, values: Mapping[str, Value], strides: Mapping[str, Strides | None]) -> Made | None:
+    """How the output of a layout op sees its source; None for an op that computes.
+
+    A cast to the dtype that its source has gives the source itself and counts as a layout. ``strides`` are those of the names
+    that ``op`` takes.
+    """
+    source = source_of(op)
+    if source is None or source not in strides or len(op.outputs) != 1:
+        return None
+    effect = effect_of(op)
+    before, after = values.get(source), values.get(op.outputs[0])
+    if before is None or after is None or before.kind != "tensor":
+        return None
+    seen = strides[source]
+    layout = layout_of(op, values)
+    if layout is not None and before.shape is not None:
+        return Made(source, layout.view(before.shape, seen), layout.strides_after(before.shape, seen))
+    if effect.kind is Kind.LAYOUT:
+        viewed = {Copies.NEVER: Viewed.YES, Copies.MAYBE: Viewed.UNKNOWN, Copies.ALWAYS: Viewed.NO}[effect.copies]
+        return Made(source, viewed, None)
+    if effect.copies is Copies.NEVER:
+        return Made(source, Viewed.YES, None)
+    if effect.kind is Kind.POINTWISE and effect.copies is Copies.MAYBE and not op.kwarg("copy"):
+        if before.dtype is None or after.dtype is None:
+            return Made(source, Viewed.UNKNOWN, None)
+        if (before.dtype, before.device) == (after.dtype, after.device):
+            return Made(source, Viewed.YES, seen)
+    return None
+
+
+def computed_strides(
+    op: Op, values: Mapping[str, Value], strides: Mapping[str, Strides | None], output: str
+) -> Strides | None:
+    """Strides that torch gives the tensor ``output``, which ``op`` computes; None where they are not certain."""
+    shape = values[output].shape
+    if shape is None:
+        return None
+    kind = effect_of(op).kind
+    tensors = [name for name in op.inputs if name in strides and values[name].kind == "tensor"]
+    if kind is Kind.MATMUL:
+        # With the larger rank on the right torch folds the transposed product and gives a transposed result.
+        ranks = [len(values[name].shape or ()) for name in tensors[:2]]
+        return row_major(shape) if len(ranks) == 2 and ranks[0] >= ranks[1] else None
+    if kind not in (Kind.POINTWISE, Kind.REDUCTION, Kind.MOVE, Kind.FACTORY):
+        return None
+    full = [name for name in tensors if kind is not Kind.POINTWISE or len(values[name].shape or ()) == len(shape)]
+    return row_major(shape) if all(_is_dense(values[name].shape, strides[name]) for name in full) else None
+
+
+def _is_dense(shape: Shape | None, strides: Strides | None) -> bool:
+    return shape is not None and strides is not None and is_row_major(shape, strides)
+
+
+def span_bytes(value: Value, strides: Strides | None) -> int | None:
+    """Bytes that a new tensor of this shape takes: dims of stride 0 repeat elements and take none."""
+    if value.shape is None or strides is None or value.itemsize is None:
+        return value.nbytes
+    return value.itemsize * prod(size if stride else min(size, 1) for size, stride in zip(value.shape, strides))
+
+
+# ---------------------------------------------------------------- regions
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """A value inside a region.
+
+    ``anchor`` is the region's input or output whose memory it is: itself where it is an output with memory of its own, None
+    where it never gets memory unless the compiler writes it out.
+    """
+
+    anchor: str | None
+    strides: Strides | None
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The memory of a region's values, as seen from the region's inputs and outputs."""
+
+    values: Mapping[str, Seen]  # every name that the region's leaves take or give
+    may_share: Mapping[str, tuple[str, ...]]  # an output to the inputs and outputs whose memory it may have
+    written: frozenset[str]  # inputs that the region writes
+
+
+def inside_of(op: Op, values: Mapping[str, Value], strides: Mapping[str, Strides | None]) -> Inside:
+    """What each leaf of the fusion region ``op`` makes, given the ``strides`` of the region's inputs."""
+    outputs = frozenset(op.outputs)
+    dense = op.id.startswith("nvFusion")
+    seen: dict[str, Seen] = {name: Seen(name, strides.get(name)) for name in op.inputs}
+    doubts: dict[str, tuple[str, ...]] = {}  # a value to the anchors that it may share memory with
+    written: set[str] = set()
+    for leaf in op.leaves:
+        effect = effect_of(leaf)
+        local = {name: seen[name].strides for name in leaf.inputs if name in seen}
+        if effect.kind is Kind.WRITE:
+            names = [name for index in effect.writes for name in refs(leaf.args[index : index + 1])]
+            for name in names:
+                reached = {seen[name].anchor, *doubts.get(name, ())} if name in seen else set()
+                written |= {anchor for anchor in reached if anchor is not None}
+            for name in leaf.outputs:
+                seen[name] = seen.get(names[0], Seen(None, None)) if names else Seen(None, None)
+            continue
+        made = rearranged(leaf, values, local)
+        for name in leaf.outputs:
+            if name in seen:
+                continue
+            own = name if name in outputs else None
+            if made is None:
+                shape = values[name].shape if name in values else None
+                after = row_major(shape) if dense and shape is not None else None
+                if not dense and shape is not None:
+                    after = computed_strides(leaf, values, local, name)
+                seen[name] = Seen(own, after)
+                if effect.kind in (Kind.BARRIER, Kind.RANDOM):
+                    doubts[name] = tuple(dict.fromkeys(_reached(leaf.inputs, seen, doubts)))
+                continue
+            source = seen[made.source]
+            if made.viewed is Viewed.YES:
+                fresh = own is not None and source.anchor is None
+                seen[name] = Seen(
+                    own if fresh else source.anchor, _packed(values[name], made.strides) if fresh else made.strides
+                )
+            else:
+                seen[name] = Seen(own, made.strides)
+            doubts[name] = tuple(dict.fromkeys(_reached((made.source,), seen, doubts)))
+        if effect.kind is Kind.BARRIER:
+            written |= set(_reached(leaf.inputs, seen, doubts))
+    may_share = {name: tuple(other for other in doubts.get(name, ()) if other != name) for name in op.outputs}
+    return Inside(seen, may_share, frozenset(written & set(op.inputs)))
+
+
+def _reached(names: tuple[str, ...], seen: Mapping[str, Seen], doubts: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
+    """Inputs and outputs of the region whose memory ``names`` have or may have."""
+    for name in names:
+        if name in seen and seen[name].anchor is not None:
+            yield seen[name].anchor  # type: ignore[misc]
+        yield from doubts.get(name, ())
+
+
+def _packed(value: Value, strides: Strides | None) -> Strides | None:
+    """Row-major strides of a new tensor that keeps repeated dims at stride 0, as compilers allocate such outputs."""
+    if value.shape is None or strides is None:
+        return None
+    kept = tuple(size if stride else 1 for size, stride in zip(value.shape, strides))
+    return tuple(step if stride else 0 for step, stride in zip(row_major(kept), strides))
