@@ -18,7 +18,6 @@ from thunder_fusionfix._thunder import TraceCtx, Transform, get_compile_option
 from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
 from thunder_fusionfix.model import Report
 from thunder_fusionfix.pipeline import fix_trace
-from thunder_fusionfix.report import report_text
 
 
 class FusionFixTransform(Transform):
@@ -47,6 +46,8 @@ class FusionFixTransform(Transform):
 
     def report(self) -> str:
         """What was done and what was refused, trace by trace, with the reason and the bytes of each decision."""
+        from thunder_fusionfix.report import report_text  # for people only: a training step needs none of it
+
         return "\n\n".join(report_text(report) for report in self.reports) or "no trace with fusion regions was compiled"
 
     def __repr__(self) -> str:

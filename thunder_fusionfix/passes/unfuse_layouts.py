@@ -38,8 +38,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
-from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.effects import Kind, effect_of, is_layout, short_name
+from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.layout import (
     Broadcast,
     Contiguous,
@@ -57,6 +57,7 @@ from thunder_fusionfix.layout import (
     layout_of,
     row_major,
 )
+from thunder_fusionfix.lift import Lifted, lift
 from thunder_fusionfix.model import DEL, Arg, Decision, Graph, NewOp, Op, Part, Placed, Plan, Ref, RegionEdit, Value
 
 NAME = "unfuse_layouts"
@@ -81,7 +82,8 @@ def plan_unfuse_layouts(facts: Facts, fuel: int | None = None) -> Plan:
         facts: the trace and what is known of it.
         fuel: at most this many rewrites; None for no limit.
     """
-    graph, strides, written = facts.graph, facts.aliases.strides, facts.aliases.written
+    graph, strides = facts.graph, facts.aliases.strides
+    written = frozenset(name for name in facts.aliases.storage_of if facts.aliases.is_written(name))
     fresh = (f"%{i}" for i in itertools.count())
     plans = []
     for pos, op in enumerate(graph.ops):
@@ -98,7 +100,11 @@ def plan_unfuse_layouts(facts: Facts, fuel: int | None = None) -> Plan:
 
 def counted_layouts(op: Op) -> tuple[Op, ...]:
     """The layout ops that stand in a region; ``shallow_copy`` is none, it renames."""
-    return tuple(subop for subop in op.subops if is_layout(subop) and short_name(subop.id) != "shallow_copy")
+    return tuple(subop for subop in op.subops if _is_counted(subop))
+
+
+def _is_counted(subop: Op) -> bool:
+    return is_layout(subop) and short_name(subop.id) != "shallow_copy"
 
 
 # ---------------------------------------------------------------- what a value is
@@ -108,10 +114,10 @@ def _is_cast(op: Op) -> bool:
     return op.id == CAST and isinstance(op.args[0], Ref)
 
 
-def derived_values(op: Op, values: Mapping[str, Value]) -> dict[str, Derived]:
+def derived_values(inputs: Sequence[str], subops: Sequence[Op], values: Mapping[str, Value]) -> dict[str, Derived]:
     """The values of a region that are only layouts and casts of one of its inputs, the inputs themselves included."""
-    derived = {name: Derived(name) for name in op.inputs if values[name].kind == "tensor"}
-    for index, subop in enumerate(op.subops):
+    derived = {name: Derived(name) for name in inputs if values[name].kind == "tensor"}
+    for index, subop in enumerate(subops):
         if len(subop.outputs) != 1 or not subop.inputs or subop.inputs[0] not in derived:
             continue
         before = derived[subop.inputs[0]]
@@ -167,20 +173,28 @@ class _Rewrite:
     def __post_init__(self) -> None:
         self.outputs = list(self.op.outputs)
         self.values = self.graph.values
-        self.definition = {name: index for index, subop in enumerate(self.op.subops) for name in subop.outputs}
-        self.users: dict[str, list[int]] = {}
-        for index, subop in enumerate(self.op.subops):
+        self.inputs = list(self.op.inputs)
+        self.subops = self.op.subops
+        self.items: list[int | NewOp] = list(range(len(self.subops)))  # how to make each of the sub-ops
+        self.trailing: list[Placed] = []  # reshapes of carried outputs, after all else
+        self.is_nvfuser = self.op.id.startswith("nvFusion")
+        self._index()
+
+    def _index(self) -> None:
+        self.definition = {name: index for index, subop in enumerate(self.subops) for name in subop.outputs}
+        self.users = {}
+        for index, subop in enumerate(self.subops):
             for name in subop.inputs:
                 self.users.setdefault(name, []).append(index)
-        self.derived = derived_values(self.op, self.values)
-        self.is_nvfuser = self.op.id.startswith("nvFusion")
+        self.derived = derived_values(self.inputs, self.subops, self.values)
 
     def plan(self) -> Plan:
-        if any(not effect_of(leaf).is_pure for subop in self.op.subops for leaf in subop.leaves if self._matters(leaf)):
+        if any(not effect_of(leaf).is_pure for subop in self.subops for leaf in subop.leaves if self._matters(leaf)):
             self._keep_all("the region draws random numbers, writes in place or holds an op that is not known")
             return Plan(decisions=tuple(self.decisions))
         self._move_passengers()
         if self.is_nvfuser:
+            self._carry()
             self._hoist()
             self._sink()
         body = self._body()
@@ -190,7 +204,7 @@ class _Rewrite:
         parts = (Part(tuple(body), tuple(self.outputs)),) if self.outputs else ()
         if not parts:
             self._decide("dissolved: nothing is left to compute", "every output is a layout of an input", True)
-        return Plan((RegionEdit(self.pos, parts),), tuple(self.placed), None, tuple(self.decisions))
+        return Plan((RegionEdit(self.pos, parts),), (*self.placed, *self.trailing), None, tuple(self.decisions))
 
     def _matters(self, leaf: Op) -> bool:
         """Composite ops such as a fused cross entropy are opaque to us but pure by the table; so are bookkeeping lines."""
@@ -207,7 +221,7 @@ class _Rewrite:
                 continue
             if value.source in self.written:
                 self._refuse(name, f"{value.source} is changed in place by this trace")
-            elif name in self.users and any(self.op.subops[i].outputs[0] not in self.derived for i in self.users[name]):
+            elif name in self.users and any(self.subops[i].outputs[0] not in self.derived for i in self.users[name]):
                 continue  # feeds compute too: hoisted with what feeds compute
             elif self._has_fuel():
                 passengers.append(name)
@@ -236,7 +250,7 @@ class _Rewrite:
         """The value that ``name`` is best made from, and the layouts from there."""
         layouts: list[Layout] = []
         for index in reversed(self.derived[name].path):
-            subop = self.op.subops[index]
+            subop = self.subops[index]
             if subop.outputs[0] != name and subop.outputs[0] in passengers:
                 return subop.outputs[0], tuple(reversed(layouts))
             layout = layout_of(subop, self.values)
@@ -251,6 +265,70 @@ class _Rewrite:
         copies = any(viewed is not Viewed.YES for _, viewed in steps)
         return copies and prod(steps[-1][0]) < prod(shape)
 
+    def _carry(self) -> None:
+        """Computation is carried past reshapes that merge dims, where those could not be views outside."""
+        index = 0
+        while index < len(self.subops):
+            subop = self.subops[index]
+            if isinstance(layout_of(subop, self.values), Reshape) and self._is_worth_carrying(subop) and self._has_fuel():
+                lifted = lift(self.subops, index, self.values, self.inputs, self.outputs, self.fresh)
+                if lifted is not None and self._all_views(lifted):
+                    self._take(lifted, subop)
+                    continue
+            index += 1
+
+    def _is_worth_carrying(self, reshape: Op) -> bool:
+        """True where the reshape is not a view of a region input and feeds compute."""
+        result = reshape.outputs[0]
+        if result in self.outside or not self._feeds(result):
+            return False
+        value = self.derived.get(result)
+        if value is None:
+            return True
+        if value.source in self.written:
+            return False
+        prefix = _hoistable_prefix(value.layouts)
+        steps = _walk(prefix, self._shape(value.source), self.strides.get(value.source))
+        return any(viewed is not Viewed.YES for _, viewed in steps)
+
+    def _all_views(self, lifted: Lifted) -> bool:
+        """True where every input that has to be split for the carried computation is split as a view."""
+        return all(
+            name not in self.written
+            and Reshape(shape).view(self._shape(name), self.strides.get(name)) is Viewed.YES
+            for name, shape in lifted.inputs.values()
+        )
+
+    def _take(self, lifted: Lifted, reshape: Op) -> None:
+        """Goes on with the carried computation."""
+        self.values = {**self.values, **lifted.values}
+        for name, (source, shape) in lifted.inputs.items():
+            self._place(source, (Reshape(shape),), name, self.pos)
+            self.inputs.append(name)
+        for old, new in lifted.outputs.items():
+            self.outputs[self.outputs.index(old)] = new
+            shape = self._shape(old)
+            self.trailing.append(Placed(self.pos + 1, NewOp("prims.reshape", (Ref(new), shape), old)))
+            self.outside.add(old)
+        self.items = [lifted.new_ops.get(i) or self.items[lifted.origin[i]] for i in range(len(lifted.subops))]
+        self.subops = lifted.subops
+        won = self.values[reshape.outputs[0]].nbytes or 0
+        self._index()
+        self._decide(
+            f"carried the computation past {reshape.outputs[0]} = reshape of {reshape.inputs[0]}",
+            "it merges dims that no op after it looks at as one; as a view it would be a copy",
+            True,
+            won,
+        )
+
+    def _feeds(self, name: str) -> bool:
+        """True where something other than a chain of layouts and casts to an output takes the value."""
+        for index in self.users.get(name, ()):
+            subop = self.subops[index]
+            if not (is_layout(subop) or _is_cast(subop)) or self._feeds(subop.outputs[0]):
+                return True
+        return False
+
     def _hoist(self) -> None:
         """Layouts of inputs that feed compute leave, past casts."""
         for name, value in self.derived.items():
@@ -260,7 +338,7 @@ class _Rewrite:
             ordered_only = not prefix and any(isinstance(layout, Contiguous) for layout in value.layouts)
             if not prefix and not ordered_only:
                 continue
-            if name in self.op.outputs and not value.casts and not self._feeds_compute(name):
+            if name in self.outputs and not value.casts and not self._feeds_compute(name):
                 continue  # a passenger that was refused
             reason, won, ok = self._hoist_pays(name, value, prefix)
             if not ok or not self._has_fuel():
@@ -279,9 +357,9 @@ class _Rewrite:
         if prod(shape) == 0 or prod(self._shape(name)) == 0:
             return "no elements: nothing to win", 0, False
         boundaries = [
-            self.values[self.op.subops[index].outputs[0]].nbytes or 0
+            self.values[self.subops[index].outputs[0]].nbytes or 0
             for index in value.path
-            if isinstance(layout_of(self.op.subops[index], self.values), (Reshape, Contiguous))
+            if isinstance(layout_of(self.subops[index], self.values), (Reshape, Contiguous))
         ]
         copied = 0
         steps = list(_walk(prefix, shape, self.strides.get(value.source)))
@@ -333,7 +411,7 @@ class _Rewrite:
     def _sink(self) -> None:
         """Layouts that end in a computed output leave; what stands after them moves before them."""
         after = self.pos + 1
-        for name in sorted(self.op.outputs, key=lambda output: self.definition.get(output, -1)):
+        for name in sorted(self.outputs, key=lambda output: self.definition.get(output, -1)):
             if name in self.outside or name in self.given or name not in self.definition:
                 continue
             chain = self._sink_chain(name)
@@ -359,7 +437,7 @@ class _Rewrite:
             past = f" past {', '.join(short_name(step.symbol) for step in inner)}" if inner else ""
             self._decide(f"sunk {_spell_steps(outer)}{past} ({name})", reason, True, won)
 
-    def _sink_chain(self, name: str) -> tuple[str, list[NewOp], list["_Step"]] | None:
+    def _sink_chain(self, name: str) -> tuple[str, list[NewOp], list[_Step]] | None:
         """What ``name`` is made from, the ops that stay inside, and the steps that go outside; None where nothing can go.
 
         Walks from the output towards the computation. Casts and pads stay inside; a layout goes outside when it can pass
@@ -369,8 +447,8 @@ class _Rewrite:
         outer: list[_Step] = []
         best: tuple[str, list[NewOp], list[_Step]] | None = None
         current = name
-        while current in self.definition and (current == name or current not in self.op.outputs):
-            subop = self.op.subops[self.definition[current]]
+        while current in self.definition and (current == name or current not in self.outputs):
+            subop = self.subops[self.definition[current]]
             source = subop.inputs[0] if subop.inputs else None
             if source is None or source in self.given or current in self.given:
                 break
@@ -396,8 +474,8 @@ class _Rewrite:
         return best
 
     def _pad_outside(
-        self, layout: Layout, source: str, inner: list[NewOp], outer: list["_Step"]
-    ) -> tuple[str, list[NewOp], list["_Step"]] | None:
+        self, layout: Layout, source: str, inner: list[NewOp], outer: list[_Step]
+    ) -> tuple[str, list[NewOp], list[_Step]] | None:
         """The chain with its pads outside too, for a reshape that cannot pass them; pads by 0 commute with casts."""
         pads = [step for step in inner if step.symbol == PAD]
         if not isinstance(layout, (Reshape, Permute)) or not pads or any(pad.args[1] != 0 for pad in pads):
@@ -406,7 +484,7 @@ class _Rewrite:
         steps = [_Step(layout=layout), *(_Step(pad=pad.args[1:]) for pad in pads), *outer]
         return source, casts, steps
 
-    def _sink_pays(self, name: str, base: str, inner: list[NewOp], outer: list["_Step"]) -> tuple[str, int, bool]:
+    def _sink_pays(self, name: str, base: str, inner: list[NewOp], outer: list[_Step]) -> tuple[str, int, bool]:
         """(reason, bytes won at the region, whether to sink)."""
         output, source = self.values[name], self.values[base]
         if output.nbytes is None or source.nbytes is None or 0 in (output.nbytes, source.nbytes):
@@ -457,7 +535,7 @@ class _Rewrite:
 
     def _feeds_compute(self, name: str) -> bool:
         users = self.users.get(name, ())
-        return any(output not in self.derived for index in users for output in self.op.subops[index].outputs)
+        return any(output not in self.derived for index in users for output in self.subops[index].outputs)
 
     # ------------------------------------------------------------ what is left
 
@@ -470,14 +548,14 @@ class _Rewrite:
         for ops in extra.values():
             base = next(name for name in _inputs(ops[0]))
             anchored.setdefault(self.definition.get(base, -1), []).extend(ops)
-        for index in reversed(range(-1, len(self.op.subops))):
+        for index in reversed(range(-1, len(self.subops))):
             for op in reversed(anchored.get(index, ())):
                 if op.output in needed:
                     kept.append(op)
                     needed.update(_inputs(op))
             if index < 0:
                 continue
-            subop = self.op.subops[index]
+            subop = self.subops[index]
             if not needed.intersection(subop.outputs) or self.outside.intersection(subop.outputs):
                 continue
             ops = [op for name in subop.outputs for op in self.given.get(name, ())]
@@ -485,15 +563,15 @@ class _Rewrite:
                 kept.append(op)
                 needed.update(_inputs(op))
             if not ops:
-                kept.append(index)
+                kept.append(self.items[index])
                 needed.update(subop.inputs)
         return list(reversed(kept))
 
     def _explain_the_rest(self, body: Sequence[int | NewOp]) -> None:
         """One decision for each layout op that stays, saying whether it costs bytes."""
-        stay = {index for index in body if isinstance(index, int)}
-        for index, subop in enumerate(self.op.subops):
-            if index not in stay or subop not in counted_layouts(self.op):
+        stay = set(body)
+        for index, subop in enumerate(self.subops):
+            if self.items[index] not in stay or not _is_counted(subop):
                 continue
             name = subop.outputs[0]
             what = f"{name} = {short_name(subop.id)} stays"
@@ -517,7 +595,7 @@ class _Rewrite:
     def _downstream(self, name: str) -> Iterator[str]:
         yield name
         for index in self.users.get(name, ()):
-            subop = self.op.subops[index]
+            subop = self.subops[index]
             if is_layout(subop) or _is_cast(subop):
                 yield from self._downstream(subop.outputs[0])
 
@@ -526,7 +604,7 @@ class _Rewrite:
     def _place(self, source: str, layouts: Sequence[Layout], name: str, pos: int) -> None:
         self._place_steps(source, [_Step(layout=layout) for layout in _without_same(layouts) or (Same(),)], name, pos)
 
-    def _place_steps(self, source: str, steps: Sequence["_Step"], name: str, pos: int) -> None:
+    def _place_steps(self, source: str, steps: Sequence[_Step], name: str, pos: int) -> None:
         """Places the steps on ``source`` before ``pos``; the last gives ``name``."""
         current, ndim = source, len(self._shape(source)) if source in self.values else 0
         for i, step in enumerate(steps):

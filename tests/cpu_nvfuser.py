@@ -1,0 +1,80 @@
+"""Runs Thunder's real nvFuser fusion pass for CPU tensors, and the fusions with torch, op by op.
+
+nvFuser takes CUDA tensors only and compiles for a GPU; which ops it fuses, merges, rematerializes and names is decided in
+Python, from shapes, dtypes and devices. Here its checks are told that a CPU is as good, and a fusion, when called, runs the
+torch implementations of its sub-ops in order. So programs are executed with the regions that nvFuser would get.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from thunder.core import prims
+from thunder.core.codeutils import SigInfo
+from thunder.core.trace import TraceCtx, tracectx
+from thunder.executors.passes import transform_for_execution
+from thunder.executors.torchex import ex as torch_executor
+
+from thunder_fusionfix._thunder import nvfuser_registered, replaced
+
+calls: list[str] = []  # the fusions that ran, by annotation, for tests that want to know whether any did
+
+
+@contextlib.contextmanager
+def nvfuser_on_cpu() -> Iterator[Any]:
+    """nvFuser's executor, fusing CPU ops and running them with torch while the context is open; None without nvFuser."""
+    with nvfuser_registered() as executor:
+        if executor is None:
+            yield None
+            return
+        import thunder.executors.nvfuserex_impl as impl
+
+        supported = impl._lcdtype_to_nvdtype_map
+        without_fused_loss = {
+            key: value for key, value in executor._implmap.items() if key != "torch.nn.functional.cross_entropy"
+        }
+        calls.clear()
+        with (
+            replaced(impl, "is_supported_device", lambda device: True),
+            replaced(impl, "is_supported_devicetype", lambda devicetype: True),
+            replaced(impl, "is_supported_tensor", lambda a, **kwargs: a.dtype in supported and a.ndim <= 8),
+            replaced(impl, "device_supports_fp8", lambda: True),
+            replaced(impl, "create_fusion_definition_wrapper", _interpreter),
+            replaced(type(executor), "has_cuda_input_or_output", lambda self, bsym: True),
+            replaced(executor, "_implmap", without_fused_loss),
+        ):
+            yield executor
+
+
+def _interpreter(bsyms: Sequence[Any], name: str, inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable:
+    """A callable that runs ``bsyms`` with torch; made when it is first called, since most fusions never are."""
+    made: list[Callable] = []
+
+    def run(*args: torch.Tensor) -> Any:
+        if not made:
+            made.append(_torch_callable(bsyms, inputs, outputs))
+        calls.append(name)
+        with torch.no_grad():
+            return made[0](*args)
+
+    return run
+
+
+def _torch_callable(bsyms: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable:
+    trace = TraceCtx(None)
+    trace.args = list(inputs)
+    trace.kwargs = {}
+    trace.names = {proxy.name for proxy in inputs}
+    with tracectx(trace):
+        for proxy in inputs:
+            prims.unpack_trivial(proxy, name=proxy.name)
+    trace.bound_symbols += list(bsyms)
+    trace.bound_symbols.append(prims.python_return.bind(list(outputs), output=None))
+    trace.names |= {proxy.name for bsym in bsyms for proxy in bsym.flat_proxy_outs}
+    trace._siginfo = SigInfo("region")
+    trace._siginfo.args = [(proxy.name, None) for proxy in inputs]
+    return transform_for_execution(trace, (torch_executor,)).python_callable(include_decorators=False)
