@@ -341,13 +341,52 @@ def _slice(op: Op, facts: Facts) -> None:
             _learn(facts, output, shape=sizes)
 
 
-def _unsqueeze(op: Op, facts: Facts) -> None:
+def _same_numel(op: Op, facts: Facts) -> None:
     source, output = _ref(op, 0), _out(op)
     if source is None or output is None:
         return
     before, after = facts[source], facts[output]
     _learn(facts, output, dtype=before.dtype, numel=before.numel)
     _learn(facts, source, dtype=after.dtype, numel=after.numel)
+
+
+def _unsqueeze(op: Op, facts: Facts) -> None:
+    """``unsqueeze(x, dim)``: a unit dim more."""
+    source, output = _ref(op, 0), _out(op)
+    dim = op.args[1] if len(op.args) > 1 else op.kwarg("dim")
+    if source is not None and output is not None and isinstance(dim, int):
+        before, after = facts[source].shape, facts[output].shape
+        ndim = len(before) + 1 if before is not None else len(after) if after is not None else 0
+        if -ndim <= dim < ndim:
+            at = dim % ndim
+            if before is not None:
+                _learn(facts, output, shape=(*before[:at], 1, *before[at:]))
+            elif after is not None and after[at] == 1:
+                _learn(facts, source, shape=(*after[:at], *after[at + 1 :]))
+    _same_numel(op, facts)
+
+
+def _split(op: Op, facts: Facts) -> None:
+    """``split(x, sizes or size, dim)``: parts of one dim, in order."""
+    source = _ref(op, 0)
+    sizes = op.args[1] if len(op.args) > 1 else None
+    dim = op.args[2] if len(op.args) > 2 else op.kwarg("dim", 0)
+    shape = facts[source].shape if source is not None else None
+    if source is None or not isinstance(op.output, tuple):
+        return
+    dtype = facts[source].dtype
+    parts = _ints(sizes)
+    if isinstance(sizes, int) and shape and isinstance(dim, int) and -len(shape) <= dim < len(shape) and sizes > 0:
+        whole = shape[dim]
+        parts = tuple(min(sizes, whole - start) for start in range(0, min(whole, sizes * len(op.output)), sizes))
+    for index, output in enumerate(op.output):
+        if not isinstance(output, Ref):
+            continue
+        fits = shape and isinstance(dim, int) and -len(shape) <= dim < len(shape) and parts and index < len(parts)
+        if fits and shape and isinstance(dim, int) and parts:
+            axis = dim % len(shape)
+            _learn(facts, output.name, shape=(*shape[:axis], parts[index], *shape[axis + 1 :]))
+        _learn(facts, output.name, dtype=dtype)
 
 
 def _reduce(op: Op, facts: Facts) -> None:
@@ -470,7 +509,9 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("transpose", "permute"), _permute),
     **dict.fromkeys(("reshape", "view"), _reshape),
     **dict.fromkeys(("broadcast_in_dim", "expand"), _to_shape),
-    **dict.fromkeys(("squeeze", "unsqueeze", "flatten", "unflatten"), _unsqueeze),
+    **dict.fromkeys(("squeeze", "flatten", "unflatten"), _same_numel),
+    "unsqueeze": _unsqueeze,
+    "split": _split,
     **dict.fromkeys(("sum", "amax", "amin", "prod", "var", "var_mean"), _reduce),
     **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
     **dict.fromkeys(("full", "uniform"), _full),

@@ -39,9 +39,11 @@ _TENSOR_TYPE = re.compile(
 _SYMBOLIC_SIZE = re.compile(r"\[?IntegerProxy[^\]]*?value=(\d+)[^\]]*\]?")
 _FUSION = re.compile(r"(?:nvFusion|TorchCompile|CUDAGraph)\d+\Z")
 _OBJECT_NAME = re.compile(r"_\w*_\d+\Z")
+_NUMBER_NAME = re.compile(r"[bfi]\d+\Z")
 _SURE_SIGN = re.compile(
     r"(?:prims|ltorch)\.|(?:nvFusion|TorchCompile|CUDAGraph)\d+\Z|\w*_(?:prim_)?impl\Z|clear_(?:mutable_)?collection\Z"
 )
+_TARGETS_ONLY = re.compile(r"(?:[^\W\d]\w*,\s*)+\Z")
 _BROKEN_STATEMENT = re.compile(r"\b(?:prims|ltorch)\.\w|\b(?:nvFusion|TorchCompile|CUDAGraph)\d+\(")
 _OLD_NAMES = {"clear_collection": CLEAR}
 _STATEMENTS = frozenset((DEL, RETURN, UNPACK, CLEAR))
@@ -147,6 +149,7 @@ class _Draft:
     elided: list[int] = field(default_factory=list)
     skipped: list[int] = field(default_factory=list)
     cut: list[int] = field(default_factory=list)
+    prose: list[int] = field(default_factory=list)  # prose on the signature's level: the trace is over, or interrupted
     branch: list[_Node] = field(default_factory=list)  # the last op and the last sub-op below it, and so on
 
     @property
@@ -217,7 +220,30 @@ class _Draft:
         self.nodes.append(node)
         self.branch = [node]
 
+    def is_left_by(self, line: Line) -> bool:
+        """True where a statement does not belong to this trace any more."""
+        body_indent = self.nodes[0].indent if self.nodes else line.indent
+        return self.returned or (line.indent <= self.def_indent < body_indent)
+
+    def add_prose(self, line: Line) -> bool:
+        """Notes a line that no trace prints; gives True where the trace is over."""
+        if _TARGETS_ONLY.match(line.text) and self.begun:
+            self.cut.append(line.first)
+            return False
+        if _BROKEN_STATEMENT.search(line.text) and not self.returned:
+            self.skipped.append(line.first)
+            return False
+        if self.params is None or self.returned:
+            return self.begun or bool(self.elided)
+        if line.indent <= self.def_indent:
+            self.prose.append(line.first)  # counts only if the trace goes on below
+        else:
+            self.skipped.append(line.first)
+        return False
+
     def node(self, line: Line, statement: Statement) -> _Node:
+        self.skipped += self.prose
+        self.prose = []
         self.touch(line)
         if statement.cut or line.cut:
             self.cut.append(line.first)
@@ -238,9 +264,9 @@ class _Draft:
         whole = self.params is not None and not (self.elided or self.skipped or self.cut)
         args = (self.params or ()) if whole else (*(self.params or ()), *free)
         values = {name: _value(name, self.types.get(name)) for name in _names(args, ops)}
-        for name in _collections(ops):
+        for name, kind in _kinds(ops):
             if name not in self.types:
-                values[name] = Value(name, kind="collection")
+                values[name] = Value(name, kind=kind)
         values, inferred = fill(ops, values)
         notes = (*self.notes(free if not whole else ()), *inferred)
         graph = Graph(
@@ -272,42 +298,34 @@ def _drafts(region: Region) -> Iterator[_Draft]:
     draft = _Draft()
     elided = list(reversed(region.elided))
     for line in region.lines:
+        if _begins_anew(line, draft):
+            yield draft
+            draft = _Draft()
         while elided and elided[-1] < line.first:
             draft.elided.append(elided.pop())
         text = line.text
         if text[0] == "#":
-            if text.startswith("# Constructed by") and draft.begun:
-                yield draft
-                draft = _Draft()
             draft.add_comment(line)
-            continue
-        if text[0] == "@" or text.startswith(("import ", "from ")):
-            if draft.begun:
-                yield draft
-                draft = _Draft()
+        elif text[0] == "@" or text.startswith(("import ", "from ")):
             draft.sure_signs += text.startswith("@no_autocast")
             draft.touch(line)
-            continue
-        if text.startswith("def "):
-            if draft.begun:
-                yield draft
-                draft = _Draft()
+        elif text.startswith("def "):
             draft.add_signature(line)
-            continue
-        statement = read_statement(text, cut=line.cut)
-        if statement is None:
-            if _BROKEN_STATEMENT.search(text) or draft.params is not None:
-                draft.skipped.append(line.first)
-            elif draft.begun or draft.elided:
+        elif (statement := read_statement(text, cut=line.cut)) is not None:
+            if draft.is_left_by(line):
                 yield draft
                 draft = _Draft()
-            continue
-        if draft.returned or (draft.nodes and line.indent <= draft.def_indent < draft.nodes[0].indent):
+            draft.add_statement(line, statement)
+        elif draft.add_prose(line):
             yield draft
             draft = _Draft()
-        draft.add_statement(line, statement)
     draft.elided.extend(reversed(elided))
     yield draft
+
+
+def _begins_anew(line: Line, draft: _Draft) -> bool:
+    """True where a line is the first of another trace: its header, an import or decorator above it, or its signature."""
+    return draft.begun and line.text.startswith(("# Constructed by", "@", "import ", "from ", "def "))
 
 
 def _decomposes(upper: _Node, lower: _Node) -> bool:
@@ -359,10 +377,18 @@ def _free_names(ops: tuple[Op, ...], params: tuple[str, ...]) -> tuple[str, ...]
     return tuple(sorted(free, key=lambda name: not free[name]))
 
 
-def _collections(ops: tuple[Op, ...]) -> Iterator[str]:
+def _kinds(ops: tuple[Op, ...]) -> Iterator[tuple[str, str]]:
+    """Names that are no tensors, with their kind, as far as unpacking tells: older Thunder prints no types there.
+
+    What a backward trace saved is two collections, one of tensors and one of numbers, which Thunder names i0, f1, b2, ...
+    """
     for op in ops:
         if op.id in (UNPACK, CLEAR):
-            yield from op.inputs
+            yield from ((name, "collection") for name in op.inputs)
+        if op.id == UNPACK and op.inputs == ("saved_for_backward",):
+            yield from ((name, "collection") for name in op.outputs)
+        elif op.id == UNPACK and all(_NUMBER_NAME.match(name) for name in op.outputs):
+            yield from ((name, "number") for name in op.outputs)
 
 
 def _names(args: tuple[str, ...], ops: tuple[Op, ...]) -> dict[str, None]:
@@ -410,8 +436,8 @@ def _stage(name: str, args: tuple[str, ...], ops: tuple[Op, ...]) -> str:
     second = last.args[1] if last is not None and len(last.args) == 2 else None
     if "output" in keys and isinstance(second, tuple) and len(second) == 2:
         return "forward"
-    if not name and any(op.id in (UNPACK, CLEAR) for op in ops):
-        return "backward"  # only backward traces open collections in the middle
+    if not name and any(op.id == CLEAR or any(output.startswith("bw_") for output in op.outputs) for op in ops):
+        return "backward"  # only backward traces clear collections; newer Thunder marks their names
     return "inference"
 
 

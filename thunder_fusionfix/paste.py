@@ -88,6 +88,8 @@ def regions(text: str) -> Iterator[Region]:
             if region.lines:
                 yield region
             region = Region()
+        elif not item.text:
+            continue
         elif is_elision(item.text):
             region.elided.append(item.first)
         else:
@@ -162,7 +164,8 @@ def _uncommented(lines: list[tuple[int, str] | None]) -> list[tuple[int, str] | 
             margin = None
         if margin is not None:
             text = text[:margin] + text[margin + 1 :].removeprefix(" ")
-        result.append((number, text))
+        if text and not text.isspace():
+            result.append((number, text))
     return result
 
 

@@ -150,6 +150,8 @@ class _Reader:
         if first in (DEL, RETURN):
             self.index += 1
             items, _ = self.items() if self.token else ((), False)
+            if first == RETURN and self.token in (")", "]"):  # of what the trace was printed in
+                self.index += 1
             self.at_end()
             if first == DEL and not items:
                 raise _NotUnderstood
