@@ -21,7 +21,7 @@ import importlib.util
 import re
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,8 @@ __all__ = [
     "nvfuser_version",
     "replaced",
     "resolve_executors",
-    "thunderfx_compiler",
     "thunderfx_pieces",
+    "thunderfx_splitting",
     "untested_versions",
     "warn_untested_versions",
 ]
@@ -201,11 +201,49 @@ def _nvfuser_impl() -> Any:
     return sys.modules[_NVFUSER_IMPL]
 
 
-def thunderfx_compiler(**options: Any) -> Any:
-    """ThunderFX's backend for torch.compile, which splits a graph as `thunderfx` does."""
-    from thunder.dynamo import ThunderCompiler  # costs a second to import: torch._inductor
+@contextlib.contextmanager
+def thunderfx_splitting() -> Iterator[Callable[..., Any]]:
+    """Gives the class of ThunderFX's backend, which in this context splits graphs but compiles none of their pieces.
 
-    return ThunderCompiler(**options)
+    What ThunderFX would give to torch.compile stays an FX graph; ``thunder.jit`` compiles on the first call only. To learn
+    whether Thunder takes a node, ThunderFX traces it with its gradient: 3 s for a layer of Qwen2. Here nodes that differ in
+    name alone are asked for once, which makes the cost independent of the number of layers.
+    """
+    from thunder.dynamo import ThunderCompiler, splitter  # costs a second to import: torch._inductor
+
+    ask = splitter.is_node_supported_by_thunder
+    answers: dict[str, Any] = {}
+
+    def is_node_supported(node: torch.fx.Node, options: Any) -> Any:
+        key = _node_key(node)
+        if key is None:
+            return ask(node, options)
+        if key not in answers:
+            answers[key] = ask(node, options)
+        return answers[key]
+
+    with (
+        replaced(splitter, "is_node_supported_by_thunder", is_node_supported),
+        replaced(torch._inductor, "compile", lambda graph, _: graph),
+    ):
+        yield ThunderCompiler
+
+
+def _node_key(node: torch.fx.Node) -> str | None:
+    """A text equal for nodes that Thunder cannot tell apart; None where we cannot say."""
+    inputs = node.all_input_nodes
+    if any("example_value" not in arg.meta for arg in inputs):
+        return None  # a submodule or a context manager
+    metas = tree_map(_meta, tuple(arg.meta["example_value"] for arg in inputs))
+    position = {arg: index for index, arg in enumerate(inputs)}
+    args = torch.fx.map_arg((node.args, node.kwargs), lambda arg: f"input {position[arg]}")
+    return repr((node.op, node.target, args, metas))
+
+
+def _meta(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return tuple(value.shape), value.dtype, value.device, value.requires_grad
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,3 +314,15 @@ from thunder.plugins import register_plugin as register_plugin
 def get_compile_stats() -> Any:
     """The CompileStats of the compile that runs now, whose `last_traces` grow as it goes; None outside a compile."""
     return _compile_data.get()[1]
+
+
+# ---------------------------------------------------------------- what share.py needs
+
+from thunder.core.devices import Device as Device
+from thunder.executors import torch_compile as torch_compile  # its `make_compiled` is looked up when a region is made
+from thunder.torch.experimental.dtensor_proxy import DTensorProxy as DTensorProxy
+
+
+def nvfuser_impl() -> Any | None:
+    """The module of Thunder's nvFuser executor; None where Thunder has not loaded it: no GPU, no nvFuser."""
+    return sys.modules.get(_NVFUSER_IMPL)

@@ -42,8 +42,8 @@ from thunder_fusionfix._thunder import (
     get_executor,
     nvfuser_registered,
     replaced,
-    thunderfx_compiler,
     thunderfx_pieces,
+    thunderfx_splitting,
 )
 from thunder_fusionfix.errors import UnsupportedTraceError, UsageError
 
@@ -280,9 +280,8 @@ def _thunderfx_jobs(
         nonlocal num_graphs
         progress(f"graph {num_graphs}: {len(graph.graph.nodes)} nodes")
         # a compiler for each graph: it adds a transform of its own to the list that it is given, every time
-        compiler = thunderfx_compiler(**{**options, "transforms": list(options["transforms"])})
-        # new tensors of its own must be fake too, and what it leaves to torch.compile stays as it is
-        with fake_mode, replaced(torch._inductor, "compile", lambda piece, _: piece):
+        with thunderfx_splitting() as compiler_class, fake_mode:  # the tensors that it makes must be fake too
+            compiler = compiler_class(**{**options, "transforms": list(options["transforms"])})
             compiler(graph, examples)
         for piece in thunderfx_pieces(compiler):
             name = f"{piece.name} of graph {num_graphs}"
