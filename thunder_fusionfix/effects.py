@@ -129,6 +129,8 @@ _BOOKKEEPING = (
     "pack_list",
     "check_none",
     "sink",
+    "get_grad",
+    "put_grad",
 )
 
 _TABLE: dict[str, Effect] = {

@@ -1,0 +1,238 @@
+"""The joint trace: which of its ops run forward, which backward, what is saved in between, and plans that change it.
+
+Before the split a trace holds forward and backward in one, in any order that respects dataflow. Thunder's splitter walks it from
+the end: what the forward outputs need runs forward, everything else backward, and a value that crosses is saved. `split` is that
+rule on a Graph, so a plan can tell what it would save before anything is split.
+
+Fusion executors that stand later in the list see the trace after us. They fuse, move and rebuild; `JointFacts` therefore carries
+the same trace before and after a dry run of them.
+
+A `JointPlan` has five kinds of edit, each for the trace that it was made from and no other:
+
+    Anchor   x2 = after(x, g)     x itself, but not before g is there: what is made from x2 cannot be gathered at the start
+    Clone    an op of the forward once more, tagged backward, with other names for what it takes and gives
+    Moved    an op of the backward, put next to its first consumer
+    renamed  arguments of an op replaced by other values
+    exports  a region gives one more of the values that it computes
+    claims   an op bound for torch, so that no fusion takes it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Union
+
+from thunder_fusionfix.alias import Aliases, aliases
+from thunder_fusionfix.effects import Effect, Kind, effect_of, short_name
+from thunder_fusionfix.errors import UnsupportedTraceError
+from thunder_fusionfix.model import RETURN, Decision, Graph, Op, Ref, Struct, refs
+
+GET_GRAD = "get_grad"  # the gradient that the caller gives for a forward output
+
+BACKWARD = "BACKWARD"  # tag of Thunder's: nvFuser merges no two ops of which one alone has it
+RECOMPUTED = "RECOMPUTE_IN_BACKWARD"  # tag of Thunder's: the user asked for a checkpoint around this op
+FIXED = frozenset({"RANDOM_OP", "DONT_RECOMPUTE_IN_BACKWARD", "IN_PLACE", "DONT_DCE"})  # tags of ops that are done once
+
+
+# ---------------------------------------------------------------- the split
+
+
+@dataclass(frozen=True)
+class Split:
+    """Who runs when. Positions are in trace order; the return statement and gradients from outside are in neither."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+    available: frozenset[str]  # every value that exists when the forward has run, arguments included
+    saved: tuple[str, ...]  # values of `available` that the backward takes, in order of first use
+
+
+def split(graph: Graph) -> Split:
+    """How Thunder will split the joint trace ``graph``.
+
+    Raises:
+        UnsupportedTraceError: ``graph`` is no joint trace.
+    """
+    result = joint_result(graph)
+    available = {*refs(result["fw_flat_out"]), *refs(result["flat_args"])}
+    forward: list[int] = []
+    backward: list[int] = []
+    for pos in reversed(range(len(graph.ops))):
+        op = graph.ops[pos]
+        if op.id == RETURN or short_name(op.id) == GET_GRAD:
+            continue
+        if any(name in available for name in op.outputs):
+            forward.append(pos)
+            available.update(op.inputs, op.outputs)
+        elif short_name(op.id) == "copy_" and isinstance(op.args[1], Ref) and op.args[1].name in available:
+            forward.append(pos)  # its result is not needed, its effect on a forward value is
+            available.update(op.inputs)
+        else:
+            backward.append(pos)
+    backward.reverse()
+    saved = dict.fromkeys(name for pos in backward for name in graph.ops[pos].inputs if name in available)
+    return Split(tuple(reversed(forward)), tuple(backward), frozenset(available), tuple(saved))
+
+
+def joint_result(graph: Graph) -> Mapping[str, object]:
+    """The items that a joint trace returns: "fw_flat_out", "flat_args", "output" (the gradients), ..."""
+    result = graph.result
+    first = result[0] if isinstance(result, tuple) and result else None
+    items = dict(first.items) if isinstance(first, Struct) else {}
+    if "fw_flat_out" not in items or "flat_args" not in items:
+        raise UnsupportedTraceError(f"{graph.name}: not a joint forward and backward trace")
+    return items
+
+
+# ---------------------------------------------------------------- sites
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Site:
+    """Where an op stands: a position of the trace, or a sub-op of the region at that position."""
+
+    pos: int
+    sub: int = -1  # index into the region's subops; -1: the op at `pos` itself
+
+
+def sites(graph: Graph) -> Iterator[tuple[Site, Op]]:
+    """Every op of ``graph`` with its site; regions are opened."""
+    for pos, op in enumerate(graph.ops):
+        if not op.is_fusion:
+            yield Site(pos), op
+            continue
+        for sub, inner in enumerate(op.subops):
+            yield Site(pos, sub), inner
+
+
+def op_at(graph: Graph, site: Site) -> Op:
+    op = graph.ops[site.pos]
+    return op if site.sub < 0 else op.subops[site.sub]
+
+
+def effects_of(op: Op) -> tuple[Effect, ...]:
+    """The effects of ``op``: its own row, or the rows of its leaves where the table knows only those."""
+    own = effect_of(op)
+    if own.kind in (Kind.BARRIER, Kind.REGION) and op.subops:
+        return tuple(effect_of(leaf) for leaf in op.leaves)
+    return (own,)
+
+
+def is_layout_chain(op: Op) -> bool:
+    """True where ``op`` and all that it is made of only rearrange."""
+    return all(effect.kind is Kind.LAYOUT for effect in effects_of(op))
+
+
+def opened(graph: Graph) -> Graph:
+    """``graph`` with every composite op that the table does not know replaced by its leaves. For aliases, not for positions."""
+    ops = tuple(
+        leaf
+        for op in graph.ops
+        for leaf in (op.leaves if op.subops and effect_of(op).kind is Kind.BARRIER else (op,))
+    )
+    return replace(graph, ops=ops)
+
+
+# ---------------------------------------------------------------- facts
+
+
+@dataclass(frozen=True)
+class JointFacts:
+    """One joint trace, before and after a dry run of the fusion executors that come later in the list."""
+
+    joint: Graph
+    fused: Graph  # `joint` itself where no fusion executor comes later
+    fusible: frozenset[Site] = frozenset()  # sites of `joint` that one of those executors would take
+
+    @cached_property
+    def before(self) -> Split:
+        return split(self.joint)
+
+    @cached_property
+    def after(self) -> Split:
+        return split(self.fused)
+
+    @cached_property
+    def aliases(self) -> Aliases:
+        """Of `joint`."""
+        return aliases(opened(self.joint))
+
+    @cached_property
+    def fused_aliases(self) -> Aliases:
+        """Of `fused`."""
+        return aliases(opened(self.fused))
+
+    @cached_property
+    def producer(self) -> Mapping[str, Site]:
+        """The first site that gives each value, inside regions too."""
+        found: dict[str, Site] = {}
+        for site, op in sites(self.joint):
+            for name in op.outputs:
+                found.setdefault(name, site)
+        return found
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes that the later executors save: distinct storages that are no argument's."""
+        return saved_bytes(self.fused, self.after, self.fused_aliases)
+
+    def is_fusible(self, op_pos: int) -> bool:
+        return Site(op_pos) in self.fusible
+
+
+def saved_bytes(graph: Graph, halves: Split, shared: Aliases) -> int:
+    """Bytes of the distinct storages that ``halves`` saves and the caller does not own."""
+    ids = dict.fromkeys(shared.storage_of[name] for name in halves.saved if name in shared.storage_of)
+    return sum(shared.storages[id].nbytes or 0 for id in ids if not shared.storages[id].is_outside)
+
+
+# ---------------------------------------------------------------- plans
+
+
+@dataclass(frozen=True, slots=True)
+class Anchor:
+    """``output`` is ``source``, available once ``token`` is."""
+
+    source: str
+    token: str
+    output: str
+
+
+@dataclass(frozen=True, slots=True)
+class Clone:
+    """The op at ``site`` once more; ``names`` are (name there, name here) for what it takes and gives."""
+
+    site: Site
+    names: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """The op at ``pos``, taken from there."""
+
+    pos: int
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """Something placed right before the op at ``before``; several keep their order."""
+
+    before: int
+    what: Union[Anchor, Clone, Moved]
+
+
+@dataclass(frozen=True, slots=True)
+class JointPlan:
+    """Edits of one joint trace. New values have names with a "%", which the edit replaces by names of the trace."""
+
+    inserts: tuple[Insert, ...] = ()
+    renamed: tuple[tuple[int, tuple[tuple[str, str], ...]], ...] = ()  # position, (old, new) arguments
+    exports: tuple[tuple[int, str], ...] = ()  # position of a region, value that it gives as well
+    claims: tuple[int, ...] = ()  # positions
+    decisions: tuple[Decision, ...] = ()
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.inserts or self.renamed or self.exports or self.claims)
