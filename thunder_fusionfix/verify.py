@@ -19,7 +19,7 @@ Unequal means rejected, also where two forms are equal in a way that is not unde
     >>> before = Graph("computation", "inference", ("x",), (transposed, result), {"x": x, "y": y})
     >>> after = Graph("computation", "inference", ("x",), (reshaped, result), {"x": x, "y": y})
     >>> verify(before, before)
-    >>> verify(before, after, Allow(may_rewrite_regions=True))
+    >>> verify(before, after, Allow(may_rewrite_regions=True))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     ...
     thunder_fusionfix.errors.VerifyError: inference trace: rule same-values broken at 0: y is another value than before
@@ -28,15 +28,19 @@ Unequal means rejected, also where two forms are equal in a way that is not unde
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from thunder_fusionfix.effects import PURE, Kind, effect_of, is_layout, short_name
+from thunder_fusionfix.alias import Aliases, aliases
+from thunder_fusionfix.effects import effect_of, is_layout, short_name
 from thunder_fusionfix.errors import VerifyError
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Arg, Const, Graph, Op, Ref, Struct, Value
+from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Arg, Graph, Op, Ref, Struct, Value
+from thunder_fusionfix.normal_form import Epoch, Forms, GraphForm, Observation, has_effect
+from thunder_fusionfix.unparse import arg_text, op_lines, type_text
 
 CONTEXT_LINES = 10  # lines of the trace that a message shows around the fault
 
@@ -53,6 +57,10 @@ class Allow:
     may_clone: frozenset[str] = frozenset()  # names of values that cheap pure ops compute once more than before
     may_replace: tuple[tuple[str, str], ...] = ()  # pairs (id before, id after) of ops that compute the same
     may_keep_longer: bool = False  # a value stays bound beyond its last use
+
+
+Placed = tuple[int, Op]
+"""An op, or a part of one, with its position in the trace."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +95,9 @@ class Pair:
         return dict(self.allow.may_replace)
 
     @cached_property
-    def effects(self) -> tuple[tuple[tuple[int, Op], ...], tuple[tuple[int, Op], ...]]:
-        """The ops of both graphs that do more than compute their outputs, with positions, in order."""
-        return tuple(_ordered_ops(self.before)), tuple(_ordered_ops(self.after))
+    def forms(self) -> Forms:
+        """One table for the expressions of both traces."""
+        return Forms()
 
 
 def check_graph(graph: Graph, rules: Sequence[Rule] | None = None) -> None:
@@ -228,7 +236,7 @@ def _changes_unpacking(pair: Pair) -> Iterator[Fault]:
     before, after = (
         [(pos, op) for pos, op in enumerate(graph.ops) if op.id == UNPACK] for graph in (pair.before, pair.after)
     )
-    yield from _first_difference(before, after, lambda op: line_of(op))
+    yield from _first_difference(before, after, lambda op: _line(op, {}))
     cleared = Counter(name for op in pair.after.ops if op.id == CLEAR for name in op.inputs)
     for pos, op in enumerate(pair.before.ops):
         if op.id == CLEAR and cleared != Counter(n for o in pair.before.ops if o.id == CLEAR for n in o.inputs):
@@ -276,113 +284,170 @@ def _lingers(graph: Graph, last_use: int, end: int | None) -> bool:
 
 
 def _reorders_effects(pair: Pair) -> Iterator[Fault]:
-    before, after = pair.effects
+    before, after = list(_effects(pair.before)), list(_effects(pair.after))
     yield from _first_difference(before, after, lambda op: _spelling(op, pair.new_id))
+
+
+def _effects(graph: Graph) -> Iterator[Placed]:
+    """Ops that do more than compute their outputs, unknown ones among them; those inside regions stand at the region."""
+    for pos, op in enumerate(graph.ops):
+        for part in op.subops if op.is_fusion and op.subops else (op,):
+            if has_effect(part):
+                yield pos, part
+
+
+def _changes_reads(pair: Pair) -> Iterator[Fault]:
+    """Reads that find another write done than before.
+
+    Both traces are taken as programs over memory: an expression then says after how many writes each of its reads happens. What
+    can be seen from outside, the arguments of effects and of the return statement, must be the same expressions.
+    """
+    memory = [aliases(graph) for graph in (pair.before, pair.after)]
+    written = [any(access.writes for group in found.accesses.values() for access in group) for found in memory]
+    if not any(written):
+        return
+    before, after = (
+        pair.forms.of(graph, new_id=pair.new_id, epoch=_epochs(found))
+        for graph, found in zip((pair.before, pair.after), memory)
+    )
+    for old, new in _matching(before, after, pair.new_id):
+        if old.args != new.args:
+            yield Fault(new.pos, f"{new.op.id} reads memory before or after another write than it did", new.op.inputs)
+
+
+def _epochs(found: Aliases) -> Epoch:
+    writes = {
+        group: sorted({access.pos for access in accesses if access.writes})
+        for group, accesses in found.accesses.items()
+    }
+
+    def epoch(pos: int, name: str) -> int | None:
+        positions = writes.get(found.group_of(name)) if name in found.storage_of else None
+        return bisect_left(positions, pos) if positions else None
+
+    return epoch
 
 
 def _changes_ops(pair: Pair) -> Iterator[Fault]:
     """Ops that appear, vanish or change their place although nothing allows it."""
     allow = pair.allow
-    before, after = list(_compared_ops(pair.before, allow)), list(_compared_ops(pair.after, allow))
-
-    def key(op: Op) -> str:
-        return _role(op, pair.new_id) if allow.may_rewrite_regions else line_of(op, pair.new_id)
-
-    ordered = not allow.may_reorder and not allow.may_split_regions and not allow.may_rewrite_regions
-    if ordered:
-        yield from _first_difference(before, after, key)
+    before, after = list(_compared(pair.before, allow)), list(_compared(pair.after, allow))
+    if not (allow.may_reorder or allow.may_split_regions or allow.may_rewrite_regions):
+        yield from _first_difference(before, after, lambda op: _line(op, pair.new_id))
         return
-    left = Counter(key(op) for _, op in before)
+    key = _role if allow.may_rewrite_regions else _line
+    left = Counter(key(op, pair.new_id) for _, op in before)
     known = set(left)
     for pos, op in after:
-        if left[key(op)]:
-            left[key(op)] -= 1
-        elif not _is_admitted_clone(op, key(op) in known, allow):
-            yield Fault(pos, f"{line_of(op)} is new", op.outputs)
+        if left[key(op, pair.new_id)]:
+            left[key(op, pair.new_id)] -= 1
+        elif not _is_admitted_clone(op, key(op, pair.new_id) in known, allow):
+            yield Fault(pos, f"{_line(op, pair.new_id)} is new", op.outputs)
     for pos, op in before:
-        if left[key(op)]:
-            left[key(op)] -= 1
-            yield Fault(pos, f"{line_of(op)} is gone", op.outputs, in_before=True)
+        if left[key(op, pair.new_id)]:
+            left[key(op, pair.new_id)] -= 1
+            yield Fault(pos, f"{_line(op, pair.new_id)} is gone", op.outputs, in_before=True)
     if not allow.may_reorder:
-        yield from _first_difference(_outside(pair.before), _outside(pair.after), lambda op: _place(op, pair.new_id))
+        yield from _first_difference(
+            list(_in_place(pair.before)), list(_in_place(pair.after)), lambda op: _place(op, pair.new_id)
+        )
 
 
-def _compared_ops(graph: Graph, allow: Allow) -> Iterator[tuple[int, Op]]:
+def _compared(graph: Graph, allow: Allow) -> Iterator[Placed]:
     """The ops that must be the same before and after: all but what is derived anew or what ``allow`` names."""
+    may_open = allow.may_split_regions or allow.may_rewrite_regions
     for pos, op in enumerate(graph.ops):
         if op.id in (DEL, CLEAR):
             continue
-        if not (op.is_fusion and (allow.may_split_regions or allow.may_rewrite_regions)):
-            parts: tuple[Op, ...] = (op,)
-        else:
-            parts = op.subops
-        for part in parts:
-            if not (allow.may_rewrite_regions and _is_layout_or_cast(part)):
+        for part in _needed_subops(op) if op.is_fusion and may_open and not has_effect(op) else (op,):
+            if not (allow.may_rewrite_regions and _is_plumbing(part)):
                 yield pos, part
 
 
-def _is_layout_or_cast(op: Op) -> bool:
-    return all(is_layout(leaf) or short_name(leaf.id) == "convert_element_type" for leaf in op.leaves)
+def _needed_subops(region: Op) -> list[Op]:
+    """The sub-ops that the outputs of a region without effects depend on, in order."""
+    wanted, kept = set(region.outputs), []
+    for subop in reversed(region.subops):
+        if wanted.intersection(subop.outputs):
+            wanted.update(subop.inputs)
+            kept.append(subop)
+    return kept[::-1]
+
+
+def _in_place(graph: Graph) -> Iterator[Placed]:
+    """The ops that keep their order where only regions change."""
+    for pos, op in enumerate(graph.ops):
+        if op.id not in (DEL, CLEAR) and not op.is_fusion and not _is_plumbing(op):
+            yield pos, op
+
+
+def _is_plumbing(op: Op) -> bool:
+    """Layouts, casts and pads: what moves between regions and torch when layouts leave, and what `same-values` understands."""
+    names = ("convert_element_type", "pad")
+    return not op.is_fusion and all(is_layout(leaf) or short_name(leaf.id) in names for leaf in op.leaves)
 
 
 def _role(op: Op, new_id: Mapping[str, str]) -> str:
-    """What a sub-op is, apart from shapes and names that change when layouts move past it."""
-    return new_id.get(op.id, op.id)
+    """What an op is, apart from the shapes and names that change when layouts move past it."""
+    return _line(op, new_id) if has_effect(op) else new_id.get(op.id, op.id)
 
 
 def _is_admitted_clone(op: Op, is_known: bool, allow: Allow) -> bool:
-    effect = effect_of(op)
-    cheap = all(effect_of(leaf).cheap and effect_of(leaf).is_pure for leaf in op.leaves) or (
-        effect.is_pure and effect.cheap
-    )
+    cheap = all(effect_of(leaf).cheap and effect_of(leaf).is_pure for leaf in op.leaves)
     return cheap and is_known and bool(op.outputs) and set(op.outputs) <= allow.may_clone
-
-
-def _outside(graph: Graph) -> list[tuple[int, Op]]:
-    """The ops that keep their place where only regions change: all but layouts, regions and what is derived anew."""
-    return [
-        (pos, op)
-        for pos, op in enumerate(graph.ops)
-        if op.id not in (DEL, CLEAR) and not op.is_fusion and not _is_layout_or_cast(op)
-    ]
 
 
 def _place(op: Op, new_id: Mapping[str, str]) -> str:
     return f"{_text(op.output)} = {new_id.get(op.id, op.id)}"
 
 
+def _changes_values(pair: Pair) -> Iterator[Fault]:
+    """Values that both traces know outside of regions but that are other expressions, and arguments of effects likewise."""
+    before, after = (pair.forms.of(graph, new_id=pair.new_id) for graph in (pair.before, pair.after))
+    for name, new in after.values.items():
+        old = before.values.get(name)
+        if old is not None and old != new:
+            was, now = shorten(pair.forms.text(old)), shorten(pair.forms.text(new))
+            pos = pair.after.producer.get(name, 0)
+            yield Fault(pos, f"{name} is another value than before\n  before: {was}\n  now:    {now}", (name,))
+    for seen, now_seen in _matching(before, after, pair.new_id):
+        if seen.args != now_seen.args:
+            yield Fault(now_seen.pos, f"{now_seen.op.id} takes other values than before", now_seen.op.inputs)
+
+
+def _matching(
+    before: GraphForm, after: GraphForm, new_id: Mapping[str, str]
+) -> Iterator[tuple[Observation, Observation]]:
+    """What is observed in both traces; an op is known by its outputs, one without outputs by its turn."""
+
+    def keyed(form: GraphForm) -> dict[tuple[str, int], Observation]:
+        turns: Counter[str] = Counter()
+        found = {}
+        for seen in form.observed:
+            key = _place(seen.op, new_id)
+            found[key, turns[key]] = seen
+            turns[key] += 1
+        return found
+
+    old, new = keyed(before), keyed(after)
+    return ((old[key], new[key]) for key in new if key in old)
+
+
 # ---------------------------------------------------------------- what the rules ask
 
 
-def _ordered_ops(graph: Graph) -> Iterator[tuple[int, Op]]:
-    """Ops with an effect besides their outputs, unknown ones among them; those inside regions stand at the region."""
-    for pos, op in enumerate(graph.ops):
-        for part in op.subops if op.is_fusion else (op,):
-            if _has_effect(part):
-                yield pos, part
-
-
-def _has_effect(op: Op) -> bool:
-    harmless = PURE | {Kind.BOOKKEEPING}
-    return effect_of(op).kind not in harmless or any(
-        effect_of(leaf).kind not in PURE | {Kind.BOOKKEEPING} for leaf in op.leaves
-    )
-
-
 def _spelling(op: Op, new_id: Mapping[str, str]) -> str:
-    """An op without the names of its values, which a pass may change; the values themselves are compared elsewhere."""
-    args = ", ".join(_text(arg, names=False) for arg in op.args)
-    kwargs = "".join(f", {name}={_text(arg, names=False)}" for name, arg in op.kwargs)
-    return f"{new_id.get(op.id, op.id)}({args}{kwargs})"
+    """An op with an effect, without the values that it takes; `same-values` compares those."""
+    args = [_text(arg, names=False) for arg in op.args]
+    args += [f"{name}={_text(arg, names=False)}" for name, arg in op.kwargs]
+    return f"{_place(op, new_id)}({', '.join(args)})"
 
 
 def _metadata(value: Value) -> tuple[Any, ...]:
     return value.kind, value.shape, value.dtype, value.device
 
 
-def _first_difference(
-    before: Sequence[tuple[int, Op]], after: Sequence[tuple[int, Op]], key: Callable[[Op], str]
-) -> Iterator[Fault]:
+def _first_difference(before: Sequence[Placed], after: Sequence[Placed], key: Callable[[Op], str]) -> Iterator[Fault]:
     """The first place where two sequences of ops differ by ``key``."""
     for (_, old), (pos, new) in zip(before, after):
         if key(old) != key(new):
@@ -418,6 +483,10 @@ PAIR_RULES: tuple[Rule, ...] = (
         _reorders_effects,
     ),
     Rule("same-ops", "ops appear, vanish, and change their order only as allowed", _changes_ops),
+    Rule(
+        "same-values", "a value that both traces know, and what effects take, is the same expression", _changes_values
+    ),
+    Rule("write-order", "who reads memory that something writes finds the same writes done", _changes_reads),
 )
 
 RULES = GRAPH_RULES + PAIR_RULES
@@ -428,12 +497,13 @@ RULES = GRAPH_RULES + PAIR_RULES
 
 def _error(rule: Rule, fault: Fault, graph: Graph) -> VerifyError:
     """The message that a person needs to find the fault."""
-    which = "input trace" if fault.in_before else "trace"
+    which = "trace before the pass" if fault.in_before else "trace"
     lines = [f"{graph.stage} {which}: rule {rule.name} broken at {fault.pos}: {fault.text}", f"  law: {rule.law}"]
     lines += [f"  {name}: {describe(graph.values[name])}" for name in fault.names[:8] if name in graph.values]
     first = max(0, min(fault.pos - CONTEXT_LINES // 2, len(graph.ops) - CONTEXT_LINES))
-    for pos, op in list(enumerate(graph.ops))[first : first + CONTEXT_LINES]:
-        lines.append(f"  {'>' if pos == fault.pos else ' '}{pos:5d}  {shorten(line_of(op))}")
+    for pos in range(first, min(first + CONTEXT_LINES, len(graph.ops))):
+        mark = ">" if pos == fault.pos else " "
+        lines.append(f"  {mark}{pos:5d}  {shorten(op_lines(graph.ops[pos], graph.values)[0])}")
     lines.append(
         "  This is a bug of thunder_fusionfix; the trace before the pass is unharmed. "
         "Find the rewrite with fuel=N, switch the pass off, and report this text."
@@ -442,38 +512,33 @@ def _error(rule: Rule, fault: Fault, graph: Graph) -> VerifyError:
 
 
 def describe(value: Value) -> str:
-    """The type of a value as traces print it: "cuda:0 bf16[2, 128]"."""
-    if value.kind != "tensor":
-        return value.kind
-    shape = "?" if value.shape is None else ", ".join(map(str, value.shape))
-    return f"{value.device or '?'} {value.dtype or '?'}[{shape}]"
+    """The type of a value: "cuda:0 bf16[2, 128]" where it is known, else as much as is."""
+    known = type_text(value)
+    return (
+        known.split(": ", 1)[1].strip('"') if known is not None else f"{value.dtype or '?'} of unknown shape or device"
+    )
 
 
-def line_of(op: Op, new_id: Mapping[str, str] | None = None) -> str:
-    """``op`` on one line, much as the trace prints it, sub-ops included."""
-    name = (new_id or {}).get(op.id, op.id)
-    args = [*(_text(arg) for arg in op.args), *(f"{name}={_text(arg)}" for name, arg in op.kwargs)]
-    given = "" if op.output is None else f"{_text(op.output)} = "
-    inside = f" {{{'; '.join(line_of(subop) for subop in op.subops)}}}" if op.subops else ""
-    return f"{given}{name}({', '.join(args)}){inside}"
-
-
-def shorten(line: str, width: int = 140) -> str:
+def shorten(line: str, width: int = 160) -> str:
+    """``line``, cut to ``width`` characters."""
     return line if len(line) <= width else line[: width - 3] + "..."
+
+
+def _line(op: Op, new_id: Mapping[str, str]) -> str:
+    """All of ``op`` on one line, sub-ops included."""
+    args = [*(_text(arg) for arg in op.args), *(f"{name}={_text(arg)}" for name, arg in op.kwargs)]
+    inside = f" {{{'; '.join(_line(subop, new_id) for subop in op.subops)}}}" if op.subops else ""
+    return f"{_place(op, new_id)}({', '.join(args)}){inside}"
 
 
 def _text(arg: Arg, names: bool = True) -> str:
     """An argument as text; ``names=False`` leaves out which value it is."""
+    if names:
+        return arg_text(arg)
     if isinstance(arg, Ref):
-        return arg.name if names else "_"
-    if isinstance(arg, Const):
-        return arg.text
+        return "_"
+    if isinstance(arg, tuple):
+        return f"({', '.join(_text(item, names) for item in arg)})"
     if isinstance(arg, Struct):
         return "{" + ", ".join(f"{name!r}: {_text(item, names)}" for name, item in arg.items) + "}"
-    if isinstance(arg, tuple):
-        return "(" + ", ".join(_text(item, names) for item in arg) + ("," if len(arg) == 1 else "") + ")"
-    return repr(arg)
-
-
-def _names(ops: Iterable[Op]) -> set[str]:
-    return {name for op in ops for name in op.outputs}
+    return arg_text(arg)

@@ -1,0 +1,673 @@
+"""What a value is: one expression over the trace's inputs that does not depend on how layouts and regions are arranged.
+
+Def-use and order rules alone would pass a hoisted slice that is off by one. So `verify` asks whether a value is the same
+expression before and after a rewrite. Two traces that differ only in where layouts stand give one expression, because each is
+brought into a form in which layouts stand nowhere but at the bottom:
+
+- regions and composite ops are opened, so it does not matter who computes an op;
+- layouts compose into one `IndexMap` over their source; copies in another memory order do not change a value;
+- a layout of an elementwise op is the op of the layouts: ``L(f(a, b)) = f(L(a), L(b))``, and casts are elementwise;
+- sums, pads and concatenations work on some dims and repeat over the others, their *rows*. They are written over ``[rows, own
+  dims...]``; a layout of rows moves below them, a layout of own dims stays above;
+- a constant has no layout; an empty tensor has no content;
+- a cast to the same dtype is nothing, and so is a detour through a wider float: bf16 -> f32 -> bf16. The narrow detour
+  f32 -> bf16 -> f32 stays. A cast of a pad is a pad of the cast where both dtypes hold the fill exactly.
+
+Everything else is an opaque function of its arguments. Reductions over several dims take their elements in one order of these;
+in which order a kernel adds is not part of the form. Equal forms mean equal values; the converse does not hold, and need not:
+what is not seen to be equal is rejected.
+
+    >>> from thunder_fusionfix.model import Ref
+    >>> values = {n: Value(n, s, d, "cpu") for n, s, d in
+    ...           [("x", (4, 2), "bf16"), ("a", (4, 2), "f32"), ("b", (8,), "f32"), ("c", (8,), "bf16"), ("d", (8,), "f32")]}
+    >>> F32 = Const("dtypes.float32")
+    >>> inside = [Op("prims.convert_element_type", (Ref("x"), F32), Ref("a")), Op("prims.reshape", (Ref("a"), (8,)), Ref("b"))]
+    >>> outside = [Op("prims.reshape", (Ref("x"), (8,)), Ref("c")), Op("prims.convert_element_type", (Ref("c"), F32), Ref("d"))]
+    >>> forms = Forms()
+    >>> before = forms.of(Graph("f", "inference", ("x",), tuple(inside), values))
+    >>> after = forms.of(Graph("f", "inference", ("x",), tuple(outside), values))
+    >>> before.values["b"] == after.values["d"], forms.text(after.values["d"])
+    (True, 'cast f32(x[0 + 8:1])')
+
+Expressions are shared, and every (map, expression) pair is pushed down once, so the work is near linear in practice; a limit
+bounds it, and beyond that layouts stay where they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import NamedTuple
+
+from thunder_fusionfix.effects import PURE, Copies, Kind, effect_of, short_name
+from thunder_fusionfix.index_map import IndexMap, compose, index_map, made, merged, refine, regrouped, ungrouped
+from thunder_fusionfix.layout import Contiguous, Same, Shape, layout_of, row_major
+from thunder_fusionfix.model import CLEAR, DEL, RETURN, Arg, Const, Graph, Op, Ref, Struct, Value, refs
+
+PUSH_LIMIT = 500_000  # pairs (map, expression); 28 layers of Qwen2.5 need 1/20 of it
+
+_CASTS = ("convert_element_type", "to", "float", "type_as")
+_REDUCTIONS = ("sum", "prod", "amax", "amin", "argmax", "argmin", "var", "std", "var_mean")
+
+# Significant bits, and the exponents e for which all of 2**e * [1, 2) is held with these bits.
+_FLOATS: Mapping[str, tuple[int, int, int]] = {
+    "f16": (11, -14, 15),
+    "bf16": (8, -126, 127),
+    "f32": (24, -126, 127),
+    "f64": (53, -1022, 1023),
+}
+_INTS: Mapping[str, tuple[int, int]] = {
+    "b8": (0, 1),
+    "ui8": (0, 2**8 - 1),
+    "i8": (-(2**7), 2**7 - 1),
+    "i16": (-(2**15), 2**15 - 1),
+    "i32": (-(2**31), 2**31 - 1),
+    "i64": (-(2**63), 2**63 - 1),
+}
+
+Config = tuple[tuple[int, int, int], ...]
+"""Of each dim: elements that a pad puts before it, after it and between its elements."""
+
+Epoch = Callable[[int, str], "int | None"]
+"""Of an op's position and a value that it reads: how many writes to that memory came before; None where nothing writes it."""
+
+
+class Node(NamedTuple):
+    """One expression; equal expressions have one id."""
+
+    op: str  # "leaf", "layout", "pointwise", "rows", "full", "empty", "read", "flat", "item" or "apply"
+    label: Hashable  # what else tells two expressions with this op and these children apart
+    children: tuple[int, ...]
+    shape: Shape | None  # None for what is no tensor, or one of unknown shape
+    dtype: str | None
+
+
+@dataclass(frozen=True)
+class Observation:
+    """An op whose arguments are seen from outside the trace: one with an effect, or the return statement."""
+
+    pos: int
+    op: Op
+    args: tuple[int, ...]  # the expressions of the values that it takes, in order
+
+
+@dataclass(frozen=True)
+class GraphForm:
+    """The expressions of one Graph; ids belong to the `Forms` that made them."""
+
+    values: Mapping[str, int]  # by name, outside regions
+    observed: tuple[Observation, ...]
+
+
+def has_effect(op: Op) -> bool:
+    """True where ``op`` does more than compute its outputs, or is not known; for a region, where something in it does."""
+    if op.is_fusion:
+        return any(has_effect(subop) for subop in op.subops) or not op.subops
+    harmless = PURE | {Kind.BOOKKEEPING}
+    return effect_of(op).kind not in harmless or any(effect_of(leaf).kind not in harmless for leaf in op.leaves)
+
+
+@dataclass
+class Forms:
+    """Expressions of one or more Graphs, in one table, so that equal ones are found equal by id."""
+
+    push_limit: int = PUSH_LIMIT
+    nodes: list[Node] = field(default_factory=list)
+    _ids: dict[Node, int] = field(default_factory=dict)
+    _maps: list[IndexMap] = field(default_factory=list)
+    _map_ids: dict[IndexMap, int] = field(default_factory=dict)
+    _pushed: dict[tuple[int, int], int] = field(default_factory=dict)  # (map, expression) -> expression
+
+    def of(self, graph: Graph, *, new_id: Mapping[str, str] | None = None, epoch: Epoch | None = None) -> GraphForm:
+        """The expressions of ``graph``.
+
+        Args:
+            graph: any Graph; unknown ops and unknown shapes are opaque.
+            new_id: ids of ops that count as another op, and are not opened.
+            epoch: makes reads of memory part of the expressions, so that a read before a write differs from one after it.
+        """
+        return _Evaluation(self, graph, new_id or {}, epoch).run()
+
+    def node(self, op: str, label: Hashable, children: tuple[int, ...], shape: Shape | None, dtype: str | None) -> int:
+        """The id of this expression; an empty tensor is the same whatever computes it."""
+        if shape is not None and 0 in shape:
+            op, label, children = "empty", None, ()
+        node = Node(op, label, children, shape, dtype)
+        found = self._ids.get(node)
+        if found is None:
+            found = self._ids[node] = len(self.nodes)
+            self.nodes.append(node)
+        return found
+
+    # ------------------------------------------------ layouts
+
+    def rearranged(self, index: IndexMap, source: int) -> int:
+        """``source`` seen through ``index``, with the layout pushed down as far as it goes."""
+        # An explicit stack: expressions are deeper than Python's.
+        goal = (self._map_id(index), source)
+        stack = [goal]
+        while stack:
+            key = stack[-1]
+            if key in self._pushed:
+                stack.pop()
+                continue
+            needed = [pair for pair in self._below(*key) if pair not in self._pushed]
+            if needed and len(self._pushed) < self.push_limit:
+                stack += needed
+            else:
+                self._pushed[key] = self._rebuilt(*key) if not needed else self._on_top(self._maps[key[0]], key[1])
+        return self._pushed[goal]
+
+    def _map_id(self, index: IndexMap) -> int:
+        found = self._map_ids.get(index)
+        if found is None:
+            found = self._map_ids[index] = len(self._maps)
+            self._maps.append(index)
+        return found
+
+    def _below(self, map_id: int, source: int) -> list[tuple[int, int]]:
+        """The pairs that pushing this one asks for first."""
+        node = self.nodes[source]
+        if node.op in ("pointwise", "read"):
+            return [(map_id, child) for child in node.children if self.nodes[child].shape is not None]
+        if node.op == "layout":
+            composed = self._composed(map_id, source)
+            return [] if composed is None else [(composed, node.children[0])]
+        if node.op == "rows":
+            moved = self._moved_rows(map_id, source)
+            return [] if moved is None else list(zip(moved.below, node.children))
+        return []
+
+    def _rebuilt(self, map_id: int, source: int) -> int:
+        """The pushed expression, once those of `_below` are there."""
+        node, index = self.nodes[source], self._maps[map_id]
+        if node.op == "pointwise":
+            children = tuple(self._pushed.get((map_id, child), child) for child in node.children)
+            return self.node(node.op, node.label, children, index.shape, node.dtype)
+        if node.op == "read":
+            return self.read(node.label, self._pushed[map_id, node.children[0]])  # type: ignore[arg-type]
+        if node.op == "layout":
+            composed = self._composed(map_id, source)
+            if composed is not None:
+                return self._pushed[composed, node.children[0]]
+            return self._on_top(index, self._flat(source))
+        if node.op == "rows":
+            moved = self._moved_rows(map_id, source)
+            if moved is not None:
+                children = tuple(self._pushed[pair] for pair in zip(moved.below, node.children))
+                assert node.shape is not None
+                rows = self.node(node.op, node.label, children, (moved.num_rows, *node.shape[1:]), node.dtype)
+                return self._on_top(moved.above, rows)
+        return self._on_top(index, source)
+
+    def _composed(self, map_id: int, source: int) -> int | None:
+        """This map after that of the layout ``source``; None where there is no such map."""
+        inner = self.nodes[source].label
+        assert isinstance(inner, IndexMap)
+        composed = compose(self._maps[map_id], inner)
+        return None if composed is None else self._map_id(composed)
+
+    def _on_top(self, index: IndexMap, source: int) -> int:
+        """``source`` under a layout that is not pushed further."""
+        node = self.nodes[source]
+        if node.shape is not None and index.is_identity(node.shape):
+            return source
+        if node.op == "full":
+            return self.node("full", node.label, (), index.shape, node.dtype)
+        if node.op == "flat":  # what was cut where it had no seam may fit again
+            layout = self.nodes[node.children[0]]
+            composed = compose(index, layout.label)  # type: ignore[arg-type]
+            if composed is not None:
+                return self.rearranged(composed, layout.children[0])
+        return self.node("layout", index, (source,), index.shape, node.dtype)
+
+    def _flat(self, layout: int) -> int:
+        """A layout's elements in row-major order, as a new source for maps that do not compose with it."""
+        node = self.nodes[layout]
+        assert isinstance(node.label, IndexMap)
+        one_dim = made(node.label.offset, [node.label.factors])
+        inner = self.node("layout", one_dim, node.children, one_dim.shape, node.dtype)
+        return self.node("flat", None, (inner,), one_dim.shape, node.dtype)
+
+    def _moved_rows(self, map_id: int, source: int) -> _MovedRows | None:
+        """How a map over ``[rows, own dims...]`` splits into one over rows below and the rest above; None where not at all."""
+        node, index = self.nodes[source], self._maps[map_id]
+        assert node.shape is not None
+        refined = refine(index, node.shape)
+        if refined is None:
+            return None
+        pieces = [piece for dim in refined.dims for piece in dim]
+        if any(piece.steps[0] and any(piece.steps[1:]) for piece in pieces):
+            return None
+        of_rows = [(piece.size, piece.steps[0]) for piece in pieces if piece.steps[0]]
+        num_rows = prod(size for size, _ in of_rows)
+        if refined.starts[0] == 0 and num_rows == node.shape[0] and merged(of_rows) == merged([(num_rows, 1)]):
+            return None  # the rows are in order already
+        below = []
+        for child in node.children:
+            shape = self.nodes[child].shape
+            assert shape is not None
+            per_row = prod(shape[1:])
+            own = [[factor] for factor in zip(shape[1:], row_major(shape[1:]))]
+            rows = [(size, step * per_row) for size, step in of_rows]
+            below.append(self._map_id(made(refined.starts[0] * per_row, [rows, *own])))
+        return _MovedRows(tuple(below), _above_rows(refined.starts, refined.dims, node.shape, num_rows), num_rows)
+
+    # ------------------------------------------------ operations
+
+    def cast(self, dtype: str | None, source: int) -> int:
+        """``source`` converted to ``dtype``."""
+        node = self.nodes[source]
+        if dtype is not None and node.dtype == dtype:
+            return source
+        is_detour = node.label == "cast" and _widens(self.nodes[node.children[0]].dtype, node.dtype)
+        if is_detour and dtype in _FLOATS:
+            return self.cast(dtype, node.children[0])
+        if node.op == "full" and _holds(node.dtype, node.label) and _holds(dtype, node.label):
+            return self.node("full", _number(node.label, dtype), (), node.shape, dtype)
+        pads = self._pads_of(source)
+        if pads is not None and _holds(node.dtype, pads.fill) and _holds(dtype, pads.fill):
+            return self._cast_below_pad(dtype, source, pads)
+        return self.node("pointwise", "cast", (source,), node.shape, dtype)
+
+    def _pads_of(self, source: int) -> _Pad | None:
+        """The pad that ``source`` is, or a layout of; None where it is another expression."""
+        node = self.nodes[source]
+        pad = self.nodes[node.children[0]] if node.op == "layout" else node
+        if pad.op == "rows" and isinstance(pad.label, _Pad):
+            return pad.label
+        return None
+
+    def _cast_below_pad(self, dtype: str | None, source: int, pad: _Pad) -> int:
+        node = self.nodes[source]
+        if node.op == "layout":
+            return self.node(
+                "layout", node.label, (self._cast_below_pad(dtype, node.children[0], pad),), node.shape, dtype
+            )
+        label = _Pad(_number(pad.fill, dtype), pad.config)
+        return self.node("rows", label, (self.cast(dtype, node.children[0]),), node.shape, dtype)
+
+    def read(self, epochs: tuple[int, ...], source: int) -> int:
+        """``source`` read from memory after so many writes to it; reads at the same moment are one read."""
+        node = self.nodes[source]
+        if node.op == "layout":
+            assert isinstance(node.label, IndexMap)
+            return self.node("layout", node.label, (self.read(epochs, node.children[0]),), node.shape, node.dtype)
+        if node.op == "read":
+            earlier: tuple[int, ...] = node.label  # type: ignore[assignment]
+            later = epochs[1:] if earlier[-1] == epochs[0] else epochs
+            return self.node("read", earlier + later, node.children, node.shape, node.dtype)
+        return self.node("read", epochs, (source,), node.shape, node.dtype)
+
+    def rows(self, label: Hashable, sources: Sequence[int], own: Sequence[Sequence[int]], out: Value) -> int:
+        """An op that works on the dims ``own`` of its sources, one own dim of the expression each, and repeats over the others.
+
+        The output either keeps all own dims (``out`` has the sources' rank) or none.
+        """
+        own_dims = [dim for group in own for dim in group]
+        children, num_rows = [], 1
+        for source in sources:
+            shape = self.nodes[source].shape
+            assert shape is not None
+            others = [dim for dim in range(len(shape)) if dim not in own_dims]
+            num_rows = prod(shape[dim] for dim in others)
+            children.append(self.rearranged(regrouped(shape, [others, *own]), source))
+        assert out.shape is not None
+        rank = len(self.nodes[sources[0]].shape or ())
+        if len(out.shape) == rank:
+            shape = (num_rows, *(out.shape[dim] for dim in own_dims))
+            order = [[dim for dim in range(rank) if dim not in own_dims], *([dim] for dim in own_dims)]
+        else:
+            shape, order = (num_rows,), [list(range(len(out.shape)))]
+        made_rows = self.node("rows", label, tuple(children), shape, out.dtype)
+        return self.rearranged(ungrouped(out.shape, order), made_rows)
+
+    # ------------------------------------------------ text
+
+    def text(self, expression: int, depth: int = 4) -> str:
+        """The expression for people, cut at ``depth``."""
+        node = self.nodes[expression]
+        if node.op == "leaf":
+            return str(node.label[-1]) if isinstance(node.label, tuple) else str(node.label)
+        if depth == 0 and node.children:
+            return "..."
+        inside = ", ".join(self.text(child, depth - 1) for child in node.children)
+        if node.op == "layout" and isinstance(node.label, IndexMap):
+            dims = ", ".join(" ".join(f"{size}:{step}" for size, step in dim) or "1:0" for dim in node.label.dims)
+            return f"{inside}[{node.label.offset} + {dims}]"
+        if node.label == "cast":
+            return f"cast {node.dtype}({inside})"
+        label = node.op if node.label is None else f"{node.op} {_plain(node.label)}"
+        return f"{label}({inside})"
+
+
+@dataclass(frozen=True, slots=True)
+class _MovedRows:
+    """A map over ``[rows, own dims...]``, split."""
+
+    below: tuple[int, ...]  # for each child: the map that picks and orders its rows
+    above: IndexMap  # over the new rows and the own dims
+    num_rows: int  # after the split
+
+
+@dataclass(frozen=True, slots=True)
+class _Pad:
+    """Label of a pad's expression."""
+
+    fill: Hashable
+    config: Config  # of each own dim
+
+
+def _above_rows(starts: Sequence[int], dims: Sequence[Sequence], shape: Shape, num_rows: int) -> IndexMap:
+    """The map over ``[num_rows, own dims...]`` once the rows stand in the order in which the output takes them."""
+    radix = row_major(shape)
+    step = num_rows * radix[0]
+    result = []
+    for pieces in dims:
+        factors = []
+        for piece in pieces:
+            if piece.steps[0]:
+                step //= piece.size
+                factors.append((piece.size, step))
+            else:
+                factors.append((piece.size, sum(a * b for a, b in zip(piece.steps[1:], radix[1:]))))
+        result.append(factors)
+    return made(sum(a * b for a, b in zip(starts[1:], radix[1:])), result)
+
+
+def _plain(label: Hashable) -> str:
+    if isinstance(label, tuple):
+        return "(" + ", ".join(map(_plain, label)) + ")"
+    return str(label)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _holds(dtype: str | None, number: Hashable) -> bool:
+    """True where ``dtype`` has exactly this number; False where that is not certain.
+
+    >>> _holds("bf16", 0.5), _holds("bf16", 0.1), _holds("f16", 1e6), _holds("i32", 0.5), _holds("bf16", float("-inf"))
+    (True, False, False, False, True)
+    """
+    value = number.value if isinstance(number, _Literal) else number
+    if dtype is None or not isinstance(value, (bool, int, float)):
+        return False
+    try:
+        as_float = float(value)
+    except OverflowError:
+        return False
+    if dtype in _INTS:
+        low, high = _INTS[dtype]
+        return math.isfinite(as_float) and value == int(value) and low <= value <= high
+    if dtype not in _FLOATS:
+        return False
+    if not math.isfinite(as_float) or value == 0:
+        return True
+    bits, lowest, highest = _FLOATS[dtype]
+    fraction, exponent = math.frexp(as_float)  # 0.5 <= |fraction| < 1
+    return as_float == value and lowest <= exponent - 1 <= highest and (fraction * 2**bits).is_integer()
+
+
+def _widens(narrow: str | None, wide: str | None) -> bool:
+    """True where every float of dtype ``narrow`` is one of ``wide``."""
+    if narrow is None or wide is None or narrow not in _FLOATS or wide not in _FLOATS:
+        return False
+    (bits, low, high), (wide_bits, wide_low, wide_high) = _FLOATS[narrow], _FLOATS[wide]
+    smallest, wide_smallest = low - (bits - 1), wide_low - (wide_bits - 1)  # exponents of the smallest subnormals
+    return bits <= wide_bits and wide_low <= low and wide_smallest <= smallest and high <= wide_high
+
+
+@dataclass(frozen=True, slots=True)
+class _Literal:
+    """A number or other literal that keeps 1, 1.0 and True, 0.0 and -0.0 apart, and nan equal to itself."""
+
+    type: str
+    text: str
+    value: object = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def _literal(value: object) -> _Literal:
+    return _Literal(type(value).__name__, repr(value), value)
+
+
+def _number(number: Hashable, dtype: str | None) -> Hashable:
+    """A fill as the dtype that it gets holds it, so that 0 and 0.0 are one fill."""
+    value = number.value if isinstance(number, _Literal) else number
+    if not isinstance(value, (bool, int, float)) or not _holds(dtype, value):
+        return _literal(value)
+    return _literal(float(value) if dtype in _FLOATS else int(value))
+
+
+# ---------------------------------------------------------------- Graph -> expressions
+
+
+@dataclass
+class _Evaluation:
+    """One walk over a Graph's ops."""
+
+    forms: Forms
+    graph: Graph
+    new_id: Mapping[str, str]
+    epoch: Epoch | None
+    observed: list[Observation] = field(default_factory=list)
+
+    def run(self) -> GraphForm:
+        env: dict[str, int] = {name: self.leaf(name) for name in self.graph.args}
+        for pos, op in enumerate(self.graph.ops):
+            if op.id not in (DEL, CLEAR):
+                self.visit(pos, op, env)
+        return GraphForm(env, tuple(self.observed))
+
+    def leaf(self, name: str) -> int:
+        value = self.graph.values.get(name)
+        return self.forms.node("leaf", name, (), value.shape if value else None, value.dtype if value else None)
+
+    def visit(self, pos: int, op: Op, env: dict[str, int]) -> None:
+        """Gives the outputs of one op of the trace their expressions."""
+        taken = {name: env[name] if name in env else self.leaf(name) for name in op.inputs}
+        effect = effect_of(op)
+        is_view = effect.kind is Kind.LAYOUT and effect.copies is Copies.NEVER
+        if self.epoch is not None and not is_view:
+            for name, source in taken.items():
+                epoch = self.epoch(pos, name)
+                if epoch is not None:
+                    taken[name] = self.forms.read((epoch,), source)
+        if op.id == RETURN:
+            self.observe(pos, op, taken)
+        elif effect.kind is Kind.BOOKKEEPING:
+            env.update((name, self.leaf(name)) for name in op.outputs)
+        else:
+            local = dict(taken)
+            self.evaluate(pos, op, local)
+            env.update((name, local[name]) for name in op.outputs)
+
+    def observe(self, pos: int, op: Op, env: Mapping[str, int]) -> None:
+        names = [*refs(op.args), *(name for _, arg in op.kwargs for name in refs(arg))]
+        self.observed.append(Observation(pos, op, tuple(env[name] for name in names)))
+
+    def evaluate(self, pos: int, op: Op, env: dict[str, int]) -> None:
+        """Puts the outputs of an op, or of a sub-op, into ``env``."""
+        for name in op.inputs:
+            if name not in env:
+                env[name] = self.leaf(name)
+        is_named = op.id in self.new_id or op.id in self.new_id.values()
+        if has_effect(op) and not (op.is_fusion and op.subops):
+            self.observe(pos, op, env)
+            for name in op.outputs:
+                self.bind(env, name, "leaf", ("effect", name), ())
+        elif op.subops and not is_named:
+            local = dict(env)
+            for subop in op.subops:
+                self.evaluate(pos, subop, local)
+            env.update((name, local[name] if name in local else self.leaf(name)) for name in op.outputs)
+        elif not set(op.outputs) <= set(op.inputs):  # an op that gives back its input gives nothing new
+            self.apply(op, env)
+
+    def bind(self, env: dict[str, int], name: str, op: str, label: Hashable, children: tuple[int, ...]) -> None:
+        value = self.graph.values.get(name) or Value(name, kind="other")
+        env[name] = self.forms.node(op, label, children, value.shape, value.dtype)
+
+    def apply(self, op: Op, env: dict[str, int]) -> None:
+        """The outputs of a pure op without sub-ops."""
+        if len(op.outputs) == 1:
+            out = self.graph.values.get(op.outputs[0])
+            if out is not None and out.shape is not None and out.kind == "tensor":
+                known = self.known(op, env, out)
+                if known is not None:
+                    env[out.name] = known
+                    return
+        children: list[int] = []
+        label = (self.callee(op), *self.pattern(op, env, children))
+        if len(op.outputs) == 1:
+            kind = "pointwise" if self.is_pointwise(op, env) else "apply"
+            self.bind(env, op.outputs[0], kind, label, tuple(children))
+            return
+        call = self.forms.node("apply", label, tuple(children), None, None)
+        for index, name in enumerate(op.outputs):
+            self.bind(env, name, "item", index, (call,))
+
+    def callee(self, op: Op) -> str:
+        """The op's name, one for a prim and for the implementation that torch's executor registers for it."""
+        replaced = self.new_id.get(op.id, op.id)
+        return f"prims.{short_name(replaced)}" if _has_prim_signature(replaced) else replaced
+
+    def pattern(self, op: Op, env: Mapping[str, int], children: list[int]) -> tuple[Hashable, ...]:
+        """The arguments with values left out; the values go to ``children``."""
+
+        def walk(arg: Arg) -> Hashable:
+            if isinstance(arg, Ref):
+                children.append(env[arg.name])
+                return "_"
+            if isinstance(arg, tuple):
+                return tuple(walk(item) for item in arg)
+            if isinstance(arg, Struct):
+                return tuple((name, walk(item)) for name, item in arg.items)
+            return arg.text if isinstance(arg, Const) else _literal(arg)
+
+        args = tuple(walk(arg) for arg in op.args)
+        return args, tuple((name, walk(arg)) for name, arg in sorted(op.kwargs, key=lambda item: item[0]))
+
+    def is_pointwise(self, op: Op, env: Mapping[str, int]) -> bool:
+        """True where each output element comes from the elements at its own index."""
+        out = self.graph.values.get(op.outputs[0])
+        if effect_of(op).kind is not Kind.POINTWISE or out is None or out.shape is None:
+            return False
+        tensors = [
+            name for name in op.inputs if name not in self.graph.values or self.graph.values[name].kind == "tensor"
+        ]
+        return bool(tensors) and all(self.forms.nodes[env[name]].shape == out.shape for name in tensors)
+
+    # ------------------------------------------------ ops with a rule of their own
+
+    def known(self, op: Op, env: Mapping[str, int], out: Value) -> int | None:
+        """The output of a layout, cast, constant, pad, concatenation or reduction; None for another op, or an unclear one."""
+        name = short_name(op.id)
+        if name == "full":
+            return self.full(op, out)
+        if name == "cat":
+            return self.cat(op, env, out)
+        first = op.args[0] if op.args else None
+        source = env.get(first.name) if isinstance(first, Ref) else None
+        value = self.graph.values.get(first.name) if isinstance(first, Ref) else None
+        if source is None or value is None or self.forms.nodes[source].shape is None:
+            return None
+        if effect_of(op).kind is Kind.LAYOUT:
+            return self.layout(op, source, value, out)
+        if name in _CASTS and (value.shape, value.device) == (out.shape, out.device):
+            return self.forms.cast(out.dtype, source)
+        if name == "pad":
+            return self.pad(op, source, value, out)
+        if name in _REDUCTIONS and _has_prim_signature(op.id):
+            return self.reduction(op, name, source, value, out)
+        return None
+
+    def layout(self, op: Op, source: int, value: Value, out: Value) -> int | None:
+        if value.dtype != out.dtype or value.device != out.device or value.shape is None:
+            return None
+        if short_name(op.id) in ("contiguous", "stride_order") and value.shape == out.shape:
+            return source  # in which order elements lie in memory does not change a value
+        layout = layout_of(op, self.graph.values)
+        if layout is None:
+            return None
+        if isinstance(layout, (Same, Contiguous)):
+            return source if value.shape == out.shape else None
+        index = index_map(layout, value.shape)
+        return None if index is None or index.shape != out.shape else self.forms.rearranged(index, source)
+
+    def full(self, op: Op, out: Value) -> int | None:
+        fill = op.args[1] if len(op.args) > 1 else op.kwarg("fill_value")
+        if not isinstance(fill, (bool, int, float)):
+            return None
+        return self.forms.node("full", _number(fill, out.dtype), (), out.shape, out.dtype)
+
+    def cat(self, op: Op, env: Mapping[str, int], out: Value) -> int | None:
+        parts = op.args[0] if op.args else None
+        dim = op.args[1] if len(op.args) > 1 else op.kwarg("dim", 0)
+        assert out.shape is not None
+        if not isinstance(parts, tuple) or not isinstance(dim, int) or not out.shape or isinstance(dim, bool):
+            return None
+        sources = [env[part.name] for part in parts if isinstance(part, Ref)]
+        same_rank = all(len(self.forms.nodes[source].shape or ()) == len(out.shape) for source in sources)
+        if not sources or len(sources) != len(parts) or not same_rank:
+            return None
+        return self.forms.rows("cat", sources, [[dim % len(out.shape)]], out)
+
+    def pad(self, op: Op, source: int, value: Value, out: Value) -> int | None:
+        read = _pad_arguments(op, len(value.shape or ()))
+        if read is None or value.dtype != out.dtype or len(out.shape or ()) != len(value.shape or ()):
+            return None
+        fill, config = read
+        own = [[dim] for dim, one in enumerate(config) if one != (0, 0, 0)]
+        label = _Pad(_number(fill, out.dtype), tuple(one for one in config if one != (0, 0, 0)))
+        return self.forms.rows(label, [source], own, out) if own else source
+
+    def reduction(self, op: Op, name: str, source: int, value: Value, out: Value) -> int | None:
+        rank = len(value.shape or ())
+        given = op.args[1] if len(op.args) == 2 else None
+        dims = _ints(given if isinstance(given, tuple) else (given,))
+        if dims is None or not rank:
+            return None
+        own = sorted({dim % rank for dim in dims})
+        if len(own) != len(dims) or len(out.shape or ()) != rank - len(own) or not own:
+            return None
+        options = tuple((key, _literal(arg)) for key, arg in sorted(op.kwargs, key=lambda item: item[0]))
+        return self.forms.rows((name, options), [source], [own], out)
+
+
+def _has_prim_signature(op_id: str) -> bool:
+    return op_id.startswith("prims.") or (op_id.startswith("torch_") and op_id.endswith("_impl"))
+
+
+def _pad_arguments(op: Op, rank: int) -> tuple[Arg, Config] | None:
+    """The fill and (low, high, dilation) of each dim; None where they are not plain numbers."""
+    if _has_prim_signature(op.id):
+        if len(op.args) != 3 or op.kwargs or not isinstance(op.args[2], tuple):
+            return None
+        fill, triples = op.args[1], [_ints(one) for one in op.args[2]]
+    else:
+        pairs = _ints(op.args[1] if len(op.args) > 1 else op.kwarg("pad"))
+        mode = op.args[2] if len(op.args) > 2 else op.kwarg("mode", "constant")
+        fill = op.args[3] if len(op.args) > 3 else op.kwarg("value")
+        fill = 0 if fill is None else fill
+        if pairs is None or mode != "constant" or len(pairs) % 2 or len(pairs) > 2 * rank:
+            return None
+        padded = [(low, high, 0) for low, high in zip(pairs[::2], pairs[1::2])]  # torch counts from the last dim
+        triples = [*[(0, 0, 0)] * (rank - len(padded)), *padded[::-1]]
+    config = tuple((one[0], one[1], one[2]) for one in triples if one is not None and len(one) == 3)
+    if len(config) != rank or not isinstance(fill, (bool, int, float)):
+        return None
+    return fill, config
+
+
+def _ints(arg: Arg) -> tuple[int, ...] | None:
+    """The argument as a tuple of ints; None where it is anything else."""
+    if not isinstance(arg, tuple):
+        return None
+    found = tuple(item for item in arg if isinstance(item, int) and not isinstance(item, bool))
+    return found if len(found) == len(arg) else None
