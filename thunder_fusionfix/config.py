@@ -20,6 +20,7 @@ class FusionFixConfig:
     """Options of the passes; each field's comment says what it does."""
 
     unfuse_layouts: bool = True  # layout ops leave fusion regions
+    share_fusions: bool = True  # equal fusion regions compile once
     verify: bool = True  # check every rewrite; a failure keeps the input trace
     strict: bool = False  # raise on a failed check instead of keeping the input trace with a warning; for tests
     debug_execute: bool = False  # run old and new region bodies on small random CPU tensors and compare
