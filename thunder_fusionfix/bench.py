@@ -1,0 +1,391 @@
+"""`fusionfix bench`: one program, all the ways to run it, side by side on this machine's GPU.
+
+Each variant is measured in a fresh process (`measure`), so that none inherits another's caches, allocator or compiler state, and
+none takes another down with it. The results file is written after each step of the way; what it holds already is not done again:
+
+    predict (no GPU needed) -> results file -> measure -> results file -> table, Markdown, picture
+
+    $ fusionfix bench qwen2.5-7b --layers 8 --hidden-size 28 --seq 4096
+    $ python -m thunder_fusionfix.bench qwen2.5-7b --layers 8 --hidden-size 28 --seq 4096    # the same
+
+A prediction is in the file before its measurement starts. ``--predict-only`` makes predictions on a machine without a GPU; a
+measurement with the same ``--out`` takes them from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thunder_fusionfix.errors import FusionFixError, UsageError
+from thunder_fusionfix.measure import STATE, WAITING, Job, now
+from thunder_fusionfix.results import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    THUNDER_VARIANTS,
+    TIMEOUT,
+    VARIANTS,
+    Run,
+    Spec,
+    markdown,
+    plain_table,
+)
+
+OUT = Path("fusionfix-out/bench")
+PREDICT_TIMEOUT_S = 900.0
+
+Progress = Callable[[str, str], None]  # called with a variant and what it does now
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How to measure."""
+
+    variants: tuple[str, ...] = tuple(VARIANTS)
+    out: Path = OUT  # a directory
+    steps: int = 20  # timed steps
+    timeout_s: float = 1800.0  # of one variant, waiting for the GPU not counted
+    jobs: int = 1  # processes that compile at the same time; timing is always alone
+    predict: bool = True
+    distance: bool = True  # compare with eager float32
+    again: bool = False  # measure also what the file holds already
+    retry: bool = False  # measure also what failed
+
+    def __post_init__(self) -> None:
+        for name in self.variants:
+            if name not in VARIANTS:
+                raise UsageError(f"--variants: there is no variant {name!r}; there are {', '.join(VARIANTS)}")
+        for name, least in (("steps", 1), ("jobs", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"--{name} {getattr(self, name)}: at least {least}")
+        if self.timeout_s <= 0:
+            raise UsageError(f"--timeout {self.timeout_s}: seconds, more than 0")
+
+
+def bench(
+    spec: Spec,
+    options: Options,
+    *,
+    measuring: bool = True,
+    command: str = "",
+    progress: Progress = lambda variant, state: None,
+) -> Run:
+    """Predicts and measures what the results file lacks, and gives the whole run.
+
+    Args:
+        spec: the program.
+        options: how.
+        measuring: False makes predictions only, which needs no GPU.
+        command: as the user gave it, for the record.
+        progress: called at each change of a variant's state.
+
+    Raises:
+        UsageError: there is no GPU, or the results file belongs to another program or is in use.
+    """
+    if measuring:
+        require_gpu()
+    path = results_path(spec, options.out)
+    with _only_writer(path):
+        run = Run.load(path) if path.exists() else Run(spec, command, now())
+        if run.spec != spec:
+            raise UsageError(f"{path} is about {run.spec.title}; give another --out")
+        run.command = command or run.command
+        if options.predict:
+            _predict_missing(run, path, options, progress)
+        if measuring:
+            _measure_missing(run, path, options, progress)
+        run.save(path)
+        path.with_suffix(".md").write_text(markdown(run))
+    return run
+
+
+def results_path(spec: Spec, out: Path) -> Path:
+    """Where the results of ``spec`` lie under the directory ``out``."""
+    return out / f"{spec.slug}.json"
+
+
+def require_gpu() -> None:
+    """Raises `UsageError` where there is no GPU to measure on."""
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UsageError(
+            "bench measures on an NVIDIA GPU and torch sees none here; "
+            "`fusionfix explain MODEL --step` and `bench --predict-only` need no GPU"
+        )
+
+
+@contextlib.contextmanager
+def _only_writer(path: Path) -> Iterator[None]:
+    """Keeps a second bench from writing the same file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"another bench is writing {path}; wait for it or give another --out") from None
+        yield
+    path.with_suffix(".lock").unlink(missing_ok=True)
+
+
+# ---------------------------------------------------------------- what is to do
+
+
+def source_digest() -> str:
+    """Twelve hex digits of everything in this package that a compiled program depends on."""
+    about_results_only = {
+        "bench.py",
+        "cli.py",
+        "devices.py",
+        "measure.py",
+        "predict.py",
+        "report.py",
+        "results.py",
+        "step.py",
+    }
+    digest = hashlib.sha256()
+    package = Path(__file__).parent
+    for file in sorted(package.rglob("*.py")):
+        if file.name not in about_results_only:
+            digest.update(file.relative_to(package).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def is_done(record: dict[str, Any] | None, variant: str, options: Options) -> bool:
+    """True where the results file holds what a measurement would give again."""
+    if record is None or options.again:
+        return False
+    if record.get("status") != OK:
+        return not options.retry and record.get("source") == source_digest()
+    return variant not in ("transform", "entry", "both") or record.get("source") == source_digest()
+
+
+def _predict_missing(run: Run, path: Path, options: Options, progress: Progress) -> None:
+    source = source_digest()
+    todo = [
+        variant
+        for variant in options.variants
+        if variant in THUNDER_VARIANTS
+        and not is_done(run.variants.get(variant), variant, options)  # a prediction comes before its measurement
+        and (variant not in run.predictions or run.predictions[variant].get("source") != source)
+    ]
+
+    def keep(variant: str, record: dict[str, Any]) -> None:
+        failure = {"reason": record["reason"]} if record.get("status", OK) != OK else {}
+        run.predictions[variant] = {**record, **failure, "source": source, "date": now()}
+        run.save(path)
+
+    workers = min(options.jobs, max(1, (os.cpu_count() or 1) // 2))
+    jobs = [Job(run.spec, variant, options.steps, options.distance) for variant in todo]
+    _run_all("thunder_fusionfix.predict", jobs, PREDICT_TIMEOUT_S, workers, keep, progress)
+
+
+def _measure_missing(run: Run, path: Path, options: Options, progress: Progress) -> None:
+    todo = [variant for variant in options.variants if not is_done(run.variants.get(variant), variant, options)]
+    jobs = [Job(run.spec, variant, options.steps, options.distance) for variant in todo]
+    source = source_digest()
+    company: list[Job] = []  # ran out of memory beside others: once more, alone
+
+    def keep(variant: str, record: dict[str, Any]) -> None:
+        if record["status"] == OUT_OF_MEMORY and options.jobs > 1 and len(todo) > 1 and variant not in alone:
+            company.extend(job for job in jobs if job.variant == variant)
+            return
+        beside = options.jobs > 1 and variant not in alone
+        if beside and record["status"] == OK:
+            record["notes"].append(
+                f"compiled with up to {options.jobs} processes side by side: its first step takes longer so"
+            )
+        run.variants[variant] = {**record, "source": source}
+        run.save(path)
+
+    alone: set[str] = set()
+    _run_all("thunder_fusionfix.measure", jobs, options.timeout_s, options.jobs, keep, progress)
+    alone.update(job.variant for job in company)
+    _run_all("thunder_fusionfix.measure", company, options.timeout_s, 1, keep, progress)
+
+
+# ---------------------------------------------------------------- processes
+
+
+@dataclass
+class _Process:
+    """One worker process and how far it is."""
+
+    job: Job
+    popen: subprocess.Popen[str]
+    out: Path
+    state: str = "starting"
+    lines: deque[str] = field(default_factory=lambda: deque(maxlen=200))
+    used_s: float = 0.0  # waiting for the GPU not counted
+    timed_out: bool = False
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)  # with the compilers' own processes; `measure.join_parent`
+        self.popen.kill()
+        self.popen.wait()
+
+
+def _run_all(
+    what: str,
+    jobs: Sequence[Job],
+    timeout_s: float,
+    workers: int,
+    keep: Callable[[str, dict[str, Any]], None],
+    progress: Progress,
+) -> None:
+    """Runs ``python -m <what>`` for each job, ``workers`` at a time; ``keep`` gets each record."""
+    waiting, running = deque(jobs), []
+    with tempfile.TemporaryDirectory(prefix="fusionfix-") as scratch:
+        try:
+            while waiting or running:
+                while waiting and len(running) < workers:
+                    running.append(_start(what, waiting.popleft(), Path(scratch), progress))
+                before = time.monotonic()
+                time.sleep(0.1)
+                for process in tuple(running):
+                    process.used_s += time.monotonic() - before if process.state != WAITING else 0.0
+                    if process.used_s > timeout_s:
+                        process.timed_out = True
+                        process.kill()
+                    if process.popen.poll() is not None:
+                        running.remove(process)
+                        record = _record_of(process, timeout_s)
+                        keep(process.job.variant, record)
+                        progress(process.job.variant, record.get("status", OK))
+        finally:
+            for process in running:
+                process.kill()
+
+
+def _start(what: str, job: Job, scratch: Path, progress: Progress) -> _Process:
+    out = scratch / f"{job.variant}.json"
+    environment = dict(os.environ)
+    if what.endswith(".predict"):
+        environment["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a prediction comes from a GPU
+    popen = subprocess.Popen(
+        [sys.executable, "-m", what, job.to_json(), str(out)],
+        stdin=subprocess.PIPE,  # closed when we end: the worker ends then
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+    )
+    process = _Process(job, popen, out)
+    threading.Thread(target=_follow, args=(process, progress), daemon=True).start()
+    return process
+
+
+def _follow(process: _Process, progress: Progress) -> None:
+    for line in process.popen.stdout or ():
+        if line.startswith(STATE):
+            process.state = line.removeprefix(STATE).strip()
+            progress(process.job.variant, process.state)
+        else:
+            process.lines.append(line.rstrip())
+
+
+def _record_of(process: _Process, timeout_s: float) -> dict[str, Any]:
+    """What the process wrote; where it wrote nothing, why."""
+    if process.timed_out:
+        return {
+            "status": TIMEOUT,
+            "reason": f"not done after {timeout_s:.0f} s, while in state {process.state!r}",
+            "date": now(),
+        }
+    try:
+        return json.loads(process.out.read_text())
+    except (OSError, ValueError):
+        code = process.popen.returncode
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        hint = " (out of host memory?)" if code == -signal.SIGKILL else ""
+        tail = " / ".join([line for line in process.lines if line.strip()][-3:])
+        return {
+            "status": FAILED,
+            "reason": f"{how}{hint} while in state {process.state!r}: {tail[-600:]}",
+            "date": now(),
+        }
+
+
+# ---------------------------------------------------------------- the command
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m thunder_fusionfix.bench", description="Measures a model, variant by variant."
+    )
+    parser.add_argument("model", help="a named configuration, or file.py:function")
+    for name in ("layers", "hidden-size", "seq", "batch"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--optimizer", default="none", choices=("none", "sgd", "adamw"))
+    parser.add_argument(
+        "--variants", default=",".join(VARIANTS), help=f"some of {', '.join(VARIANTS)}, with commas between"
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="directory of the results files")
+    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one variant")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile side by side; timing is always alone"
+    )
+    parser.add_argument("--predict-only", action="store_true", help="needs no GPU")
+    parser.add_argument("--no-predict", action="store_true")
+    parser.add_argument("--no-distance", action="store_true", help="no comparison with eager float32")
+    parser.add_argument("--again", action="store_true", help="measure also what was measured before")
+    parser.add_argument("--retry", action="store_true", help="measure also what failed before")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 0 where every variant was measured, 1 where one was not, 2 for wrong usage."""
+    args = parser().parse_args(argv)
+    spec = Spec(args.model, args.layers, args.hidden_size, args.seq, args.batch, args.optimizer)
+    command = shlex.join(["fusionfix", "bench", *(sys.argv[1:] if argv is None else argv)])
+    start = time.monotonic()
+
+    def progress(variant: str, state: str) -> None:
+        print(f"[{time.monotonic() - start:6.1f} s] {VARIANTS[variant]}: {state}", flush=True)
+
+    try:
+        variants = tuple(filter(None, args.variants.split(",")))
+        options = Options(
+            variants,
+            args.out,
+            args.steps,
+            args.timeout,
+            args.jobs,
+            not args.no_predict,
+            not args.no_distance,
+            args.again,
+            args.retry,
+        )
+        run = bench(spec, options, measuring=not args.predict_only, command=command, progress=progress)
+    except FusionFixError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(plain_table(run))
+    print(f"written: {results_path(spec, args.out)} and .md")
+    measured = run.predictions if args.predict_only else run.variants
+    return 0 if all(measured.get(name, {}).get("status", OK) == OK for name in variants) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,145 @@
+"""Predicts what a training step of a program needs, on a machine without a GPU: capture, read, `simulate_step`.
+
+``fusionfix explain MODEL --step`` and ``bench`` use it; ``python -m thunder_fusionfix.predict JOB OUT`` is `bench`'s process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thunder_fusionfix.devices import Device
+from thunder_fusionfix.effects import Kind, effect_of
+from thunder_fusionfix.errors import UsageError
+from thunder_fusionfix.measure import STATE, Job, Missing, join_parent, thunder_options
+from thunder_fusionfix.model import Op
+from thunder_fusionfix.results import FAILED, OK, SKIPPED, THUNDER_VARIANTS, Spec
+from thunder_fusionfix.step import StepPart, StepTimeline, simulate_step
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step of one variant, as predicted."""
+
+    step: StepTimeline
+    parts: tuple[StepPart, ...]
+    notes: tuple[str, ...]  # where torch.compile or ThunderFX split the program, and why
+    seconds: float  # of the capture
+
+
+def predict(
+    spec: Spec,
+    variant: str = "plain",
+    *,
+    device: Device | None = None,
+    progress: Callable[[str], None] = lambda step: None,
+) -> Prediction:
+    """Captures the program as ``variant`` compiles it and prices its step.
+
+    Args:
+        spec: the program.
+        variant: one that Thunder compiles.
+        device: whose cuBLAS workspace is counted; by default `devices.DEFAULT`.
+        progress: called with a few words at each step that takes time.
+
+    Raises:
+        UsageError: no such model, or a variant that Thunder does not compile.
+        Missing: the variant needs a part of this project that is not installed.
+    """
+    if variant not in THUNDER_VARIANTS:
+        raise UsageError(f"there is no prediction for {variant!r}; there is one for {', '.join(THUNDER_VARIANTS)}")
+    from thunder_fusionfix.capture import capture
+    from thunder_fusionfix.models import load_model
+
+    options = thunder_options(variant)
+    fn, args, kwargs = load_model(
+        spec.model, layers=spec.layers, hidden_size=spec.hidden_size, seq=spec.seq, batch=spec.batch
+    )
+    captured = capture(
+        fn,
+        args,
+        kwargs,
+        executors=options["executors"],
+        transforms=options["transforms"],
+        dynamo=True,
+        progress=progress,
+    )
+    parts = step_parts(captured)
+    workspace = device.workspace_bytes if device is not None else None
+    step = simulate_step(parts, optimizer=spec.optimizer, workspace_bytes=workspace)
+    return Prediction(step, parts, captured.notes, captured.seconds)
+
+
+def step_parts(captured: Any) -> tuple[StepPart, ...]:
+    """The final traces of a `Capture` as Graphs, with the strides of their arguments."""
+    from thunder_fusionfix.read import example_strides, read
+
+    parts = []
+    for part in captured.parts:
+        with part.compiling():
+            strides = example_strides()
+            forward = read(part.forward, strides=strides)
+            backward = None if part.backward is None else read(part.backward, strides=strides, held=forward.args)
+        parts.append(StepPart(part.name, forward, backward))
+    return tuple(parts)
+
+
+def as_record(prediction: Prediction) -> dict[str, Any]:
+    """What the results file keeps of a prediction."""
+    step = prediction.step
+    graphs = [graph for part in prediction.parts for graph in (part.forward, part.backward) if graph is not None]
+    return {
+        "status": OK,
+        "peak_bytes": step.peak_bytes,
+        "peak_phase": step.peak_phase.name,
+        "forward_peak_bytes": step.peak_of("forward"),
+        "backward_peak_bytes": step.peak_of("backward"),
+        "optimizer_peak_bytes": step.peak_of("optimizer"),
+        "backward_start_bytes": step.backward_start_bytes,
+        "saved_bytes": step.saved_bytes,
+        "base": dict(step.base),
+        "phases": [{"name": phase.name, "peak_bytes": phase.peak_bytes} for phase in step.phases],
+        "holders": [
+            {"name": holder.name, "bytes": holder.nbytes, "from": holder.producer} for holder in step.holders[:16]
+        ],
+        "thunder_functions": [part.name for part in prediction.parts],
+        "regions": sum(op.is_fusion for graph in graphs for op in graph.ops),
+        "calls": sum(_is_call(op) for graph in graphs for op in graph.ops),
+        "unknown": list(step.unknown),
+        "notes": [*prediction.notes, *step.notes],
+        "capture_s": prediction.seconds,
+    }
+
+
+def _is_call(op: Op) -> bool:
+    return effect_of(op).kind is not Kind.BOOKKEEPING
+
+
+def main(argv: Sequence[str]) -> int:
+    """``predict JOB OUT``: JOB is a `Job` as JSON, OUT the file to write."""
+    job, out = Job.from_json(argv[0]), Path(argv[1])
+    join_parent()
+    warnings.simplefilter("ignore")
+    record: Mapping[str, Any]
+    try:
+        record = as_record(predict(job.spec, job.variant, progress=lambda words: print(f"{STATE}{words}", flush=True)))
+    except Missing as missing:
+        record = {"status": SKIPPED, "reason": str(missing)}
+    except Exception as error:  # a program that cannot be captured may still be measured
+        traceback.print_exc()
+        record = {"status": FAILED, "reason": f"{type(error).__name__}: {error}"[:400]}
+    out.write_text(json.dumps(record))
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,256 @@
+"""What `bench` writes down: one JSON file a run, and the tables that are printed from it.
+
+A *run* is one program at one size on one machine. It holds a record for each *variant*, one way to run the program, and a
+prediction for each variant that Thunder compiles. A prediction is written before the measurement that it is about, with the time
+of both beside them.
+
+    >>> spec = Spec("qwen2.5-7b", layers=8, hidden_size=28, seq=4096, batch=1)
+    >>> spec.slug
+    'qwen2.5-7b-layers8-hidden28-seq4096-batch1'
+    >>> run = Run(spec, "fusionfix bench qwen2.5-7b", "2026-01-01T00:00:00+00:00")
+    >>> run.variants["plain"] = {"status": OK, "measured": {"peak_bytes": 2 * MB, "step_ms": {"median": 1.0}}}
+    >>> print(markdown(run).splitlines()[4])
+    | plain Thunder | 2 | - | - | - | - | - | 1.0 | - | - | - | - |
+
+Bytes are counted in 1 and shown in MB (1e6). Records are plain dicts, as JSON keeps them; a field that could not be measured is
+None, with the reason in ``notes``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from thunder_fusionfix.errors import UsageError
+
+SCHEMA = 1
+MB = 1_000_000
+
+# variant -> its name for people, in the order of the tables
+VARIANTS: Mapping[str, str] = {
+    "plain": "plain Thunder",
+    "torchcompile": "Thunder, torchcompile executor",
+    "torch-compile": "torch.compile",
+    "eager": "eager",
+    "transform": "fusionfix, transform",
+    "entry": "fusionfix, entry",
+    "both": "fusionfix, both",
+}
+THUNDER_VARIANTS = ("plain", "torchcompile", "transform", "entry", "both")
+
+OK = "ok"
+FAILED = "failed"
+OUT_OF_MEMORY = "out of memory"
+TIMEOUT = "timeout"
+SKIPPED = "skipped"  # the variant does not exist here
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """The program that a run measures. None leaves a size as the model has it."""
+
+    model: str  # a named configuration, or "file.py:function"
+    layers: int | None = None
+    hidden_size: int | None = None
+    seq: int | None = None  # tokens
+    batch: int | None = None
+    optimizer: str = "none"  # a name in `step.OPTIMIZERS`; with "none" gradients add up, as in a loop without zero_grad
+
+    @property
+    def slug(self) -> str:
+        """A name for files."""
+        name = "".join(char if char.isalnum() or char in ".-" else "-" for char in self.model.split("/")[-1])
+        sizes = {"layers": self.layers, "hidden": self.hidden_size, "seq": self.seq, "batch": self.batch}
+        parts = [f"{word}{size}" for word, size in sizes.items() if size is not None]
+        return "-".join([name, *parts, *([self.optimizer] if self.optimizer != "none" else [])])
+
+    @property
+    def title(self) -> str:
+        """The same for people."""
+        words = [
+            f"{self.layers} layers" if self.layers is not None else "",
+            f"hidden size {self.hidden_size}" if self.hidden_size is not None else "",
+            f"sequence {self.seq}" if self.seq is not None else "",
+            f"batch {self.batch}" if self.batch is not None else "",
+            f"optimizer {self.optimizer}" if self.optimizer != "none" else "",
+        ]
+        return ", ".join([self.model, *filter(None, words)])
+
+
+@dataclass
+class Run:
+    """One results file."""
+
+    spec: Spec
+    command: str
+    started: str  # ISO 8601
+    variants: dict[str, dict[str, Any]] = field(default_factory=dict)
+    predictions: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Writes the file so that an interruption leaves the old one or the new one, never half of one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+        try:
+            with os.fdopen(handle, "w") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: Path) -> Run:
+        """The run that `save` wrote.
+
+        Raises:
+            UsageError: the file is not one of bench's, or of another release's schema.
+        """
+        try:
+            data = json.loads(path.read_text())
+            if data["schema"] != SCHEMA:
+                raise UsageError(
+                    f"{path}: results schema {data['schema']}, this release reads {SCHEMA}; give another --out"
+                )
+            return cls(Spec(**data["spec"]), data["command"], data["started"], data["variants"], data["predictions"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise UsageError(f"{path} is no results file of bench ({type(error).__name__}: {error})") from error
+
+
+# ---------------------------------------------------------------- tables
+
+COLUMNS = (
+    "variant", "peak MB", "reserved MB", "predicted MB", "off", "saved MB", "backward start MB", "step ms", "spread ms",
+    "first step s", "launches", "gradient distance",
+)  # fmt: skip
+
+
+def rows(run: Run) -> list[tuple[str, ...]]:
+    """The cells of one run's table, a row for each variant that was tried, under `COLUMNS`."""
+    return [_row(run, name) for name in VARIANTS if name in run.variants or name in run.predictions]
+
+
+def _row(run: Run, name: str) -> tuple[str, ...]:
+    record, measured = run.variants.get(name, {}), measured_of(run, name)
+    predicted = run.predictions.get(name, {}).get("peak_bytes")
+    shown = _cells(measured, predicted)
+    status = record.get("status", "not measured")
+    return (VARIANTS[name] + ("" if status == OK else f" ({status})"), *shown)
+
+
+def _cells(measured: Mapping[str, Any], predicted: int | None) -> tuple[str, ...]:
+    step = measured.get("step_ms") or {}
+    peak, first = measured.get("peak_bytes"), measured.get("first_step_s")
+    distance = measured.get("gradient_distance")
+    return (
+        megabytes(peak),
+        megabytes(measured.get("reserved_bytes")),
+        megabytes(predicted),
+        "-" if predicted is None or not peak else f"{predicted / peak - 1:+.1%}",
+        megabytes(measured.get("saved_bytes")),
+        megabytes(measured.get("backward_start_bytes")),
+        _number(step.get("median"), 1),
+        _number(step.get("spread"), 2),
+        _number(first, 0),
+        _number(measured.get("launches"), 0),
+        "-" if distance is None else f"{distance:.2e}",
+    )
+
+
+def measured_of(run: Run, name: str) -> Mapping[str, Any]:
+    """What was measured of a variant; empty where nothing was."""
+    return run.variants.get(name, {}).get("measured") or {}
+
+
+def megabytes(nbytes: int | None) -> str:
+    """Bytes as MB with thousands separators; "-" for None."""
+    return "-" if nbytes is None else f"{nbytes / MB:,.0f}"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def ratios(run: Run) -> list[str]:
+    """Peak and step of each fusionfix variant against each other variant, one line a fusionfix variant."""
+    lines = []
+    for name in ("transform", "entry", "both"):
+        mine = measured_of(run, name)
+        parts = []
+        for other in ("plain", "torchcompile", "torch-compile", "eager"):
+            theirs = measured_of(run, other)
+            if mine.get("peak_bytes") and theirs.get("peak_bytes"):
+                peak = mine["peak_bytes"] / theirs["peak_bytes"]
+                step = (
+                    mine["step_ms"]["median"] / theirs["step_ms"]["median"]
+                    if mine.get("step_ms") and theirs.get("step_ms")
+                    else None
+                )
+                parts.append(f"{VARIANTS[other]} {peak:.3f} / {'-' if step is None else f'{step:.3f}'}")
+        if parts:
+            lines.append(f"{VARIANTS[name]}, peak / step against " + ", ".join(parts))
+    return lines
+
+
+def notes(run: Run) -> list[str]:
+    """What a reader must know of a run: failures with their reason, and what could not be measured."""
+    lines = []
+    for name, record in run.variants.items():
+        if record.get("status") != OK:
+            lines.append(f"{VARIANTS.get(name, name)}: {record.get('status')}: {record.get('reason', '')}")
+        lines += [f"{VARIANTS.get(name, name)}: {note}" for note in record.get("notes", ())]
+    for name, prediction in run.predictions.items():
+        if "reason" in prediction:
+            lines.append(f"{VARIANTS.get(name, name)}: no prediction: {prediction['reason']}")
+    shared = [note for prediction in run.predictions.values() for note in prediction.get("notes", ())]
+    return lines + list(dict.fromkeys(shared))
+
+
+def machine(run: Run) -> str:
+    """GPU and versions that the measurements were made with, in a line; every one where they differ."""
+    found = []
+    for record in run.variants.values():
+        versions = record.get("environment") or {}
+        gpu, date = versions.get("gpu"), str(record.get("date", ""))[:10]
+        if gpu:
+            packages = ", ".join(
+                f"{name} {version}" for name, version in (versions.get("packages") or {}).items() if version
+            )
+            found.append(f"{gpu}; {packages}; {date}")
+    return " | ".join(dict.fromkeys(found)) or "no measurement"
+
+
+def markdown(run: Run) -> str:
+    """One run as Markdown: title, table, ratios, notes."""
+    lines = [f"### {run.spec.title}", "", "| " + " | ".join(COLUMNS) + " |", "|" + "---|" * len(COLUMNS)]
+    lines += ["| " + " | ".join(cells) + " |" for cells in rows(run)]
+    lines += [
+        "",
+        *(f"- {line}" for line in (*ratios(run), *notes(run))),
+        "",
+        f"{machine(run)}. Command: `{run.command}`.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def plain_table(run: Run) -> str:
+    """The same for a terminal without colours, columns padded."""
+    table: Sequence[Sequence[str]] = [COLUMNS, *rows(run)]
+    widths = [max(len(row[column]) for row in table) for column in range(len(COLUMNS))]
+    lines = [run.spec.title]
+    for row in table:
+        lines.append(
+            "  ".join(
+                cell.ljust(width) if not at else cell.rjust(width) for at, (cell, width) in enumerate(zip(row, widths))
+            )
+        )
+    return "\n".join([*lines, *ratios(run), *notes(run), machine(run)])

@@ -1,0 +1,471 @@
+"""What a whole training step needs: every Thunder function of the program, what it saves, and what stands beside it.
+
+A step runs the forwards of the *parts* in order, then the backwards in reverse order, then the optimizer:
+
+    forward 0 -> forward 1 -> ... -> backward 1 -> backward 0 -> optimizer
+
+and at each moment there is allocated
+
+    parameters, inputs, gradients from before, optimizer state, cuBLAS workspaces       the base
+    + what earlier parts saved and their backwards have not let go                        saved
+    + outputs that the program still has in its hands                                     outputs
+    + gradients on their way from one backward to another                                 passed
+    + what the running part allocates itself                                              `simulate`
+
+Rules, each as the run-time does it:
+
+- A part's outputs are kept to the end of the step where the program can still reach them: what goes to no other part, and what
+  goes to a part of another graph of torch.compile (the variable outlives the graph break; logits are such an output).
+- A gradient of an argument that another part made is handed to that part's backward, and lives until that backward returns where
+  autograd is not split (ThunderFX). Outputs that nobody sends a gradient to get one of zeros.
+- A gradient of a parameter is added to the gradient from before, in place; without one it stays.
+- Every thread that multiplies matrices has a cuBLAS handle with a workspace: one for the forwards, one for the backwards.
+
+One set of constants serves all programs: the workspace comes from `devices`, the optimizers from `OPTIMIZERS`, the rest is
+measured nowhere and follows from the Graphs.
+
+    >>> from thunder_fusionfix.model import Op, Ref, Value
+    >>> w, y = Value("w", (1024,), "f32", "cuda:0"), Value("y", (1024,), "f32", "cuda:0")
+    >>> forward = Graph("f", "inference", ("w",), (Op("torch.exp", (Ref("w"),), Ref("y")), Op("return", (Ref("y"),))), {"w": w, "y": y})
+    >>> step = simulate_step([StepPart("f", forward, None)], workspace_bytes=0)
+    >>> step.peak_bytes, step.base["inputs"]
+    (8192, 4096)
+
+Left out: what `simulate` leaves out; parameters that no part uses; the sum of two gradients that two parts send to one output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from thunder_fusionfix.devices import DEFAULT, find
+from thunder_fusionfix.effects import Kind, effect_of
+from thunder_fusionfix.errors import UsageError
+from thunder_fusionfix.model import UNPACK, Graph, Holder, Struct, refs
+from thunder_fusionfix.simulate import Prices, hold_cotangents
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """An optimizer's memory in multiples of the parameters' bytes."""
+
+    state: int  # kept from step to step
+    temporary: int  # while it runs
+
+
+# torch.optim with its defaults on CUDA (foreach): AdamW keeps two averages, and takes the root of one of them into new tensors.
+OPTIMIZERS: Mapping[str, Optimizer] = {"none": Optimizer(0, 0), "sgd": Optimizer(0, 0), "adamw": Optimizer(2, 1)}
+
+
+@dataclass(frozen=True, slots=True)
+class StepPart:
+    """One function that Thunder compiles, in the order in which the program calls them."""
+
+    name: str  # "thunder_0 of graph 1", as `Capture.parts` names it
+    forward: Graph
+    backward: Graph | None  # None where nothing in it requires a gradient
+
+    @property
+    def graph(self) -> str:
+        """Which graph of torch.compile the part belongs to."""
+        return self.name.rpartition(" of graph ")[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """One forward, one backward, or the optimizer."""
+
+    name: str
+    live_bytes: tuple[int, ...]  # on the whole device, op by op
+    peak_pos: int
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.live_bytes[self.peak_pos]
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """What a training step needs."""
+
+    phases: tuple[Phase, ...]
+    base: Mapping[str, int]  # "parameters", "inputs", "gradients", "optimizer state", "cuBLAS workspaces"
+    saved_bytes: int  # allocated by the forwards and still there when the last one returns, outputs included
+    backward_start_bytes: int  # the most in the first tenth of the backwards' ops
+    holders: tuple[Holder, ...]  # at the peak, largest first; the base and other parts in one line each
+    unknown: tuple[str, ...] = ()  # tensors whose bytes are not known, counted as 0
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def peak_phase(self) -> Phase:
+        """The first phase that reaches the peak."""
+        return max(self.phases, key=lambda phase: phase.peak_bytes)
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.peak_phase.peak_bytes
+
+    def peak_of(self, stage: str) -> int:
+        """The most in phases whose name begins with ``stage``: "forward", "backward", "optimizer"; 0 without any."""
+        return max((phase.peak_bytes for phase in self.phases if phase.name.startswith(stage)), default=0)
+
+
+def simulate_step(
+    parts: Sequence[StepPart],
+    *,
+    optimizer: str = "none",
+    workspace_bytes: int | None = None,
+    split_autograd: bool = False,
+) -> StepTimeline:
+    """The StepTimeline of one step in a steady loop.
+
+    Args:
+        parts: in call order.
+        optimizer: a name in `OPTIMIZERS`. With "none" gradients are never set to None: a step finds those of the step before.
+            With an optimizer they are set to None after each step.
+        workspace_bytes: of each cuBLAS handle; by default that of `devices.DEFAULT`.
+        split_autograd: as Thunder's option: the cotangents are let go when the backward does. False under ThunderFX.
+
+    Raises:
+        UsageError: no such optimizer, or no part at all.
+    """
+    if optimizer not in OPTIMIZERS:
+        raise UsageError(f"--optimizer {optimizer!r}: one of {', '.join(OPTIMIZERS)}")
+    if not parts:
+        raise UsageError("a step needs at least one part that Thunder compiles")
+    workspace = find(DEFAULT).workspace_bytes if workspace_bytes is None else workspace_bytes
+    return _Step(parts, OPTIMIZERS[optimizer], optimizer != "none", workspace, split_autograd).run()
+
+
+Key = tuple[int, str]  # a storage of the step: the part that made it (-1: there before) and its name
+
+
+@dataclass
+class _Step:
+    """Replays a step, phase by phase."""
+
+    parts: Sequence[StepPart]
+    optimizer: Optimizer
+    sets_to_none: bool
+    workspace_bytes: int
+    split_autograd: bool
+    sizes: dict[Key, int] = field(default_factory=dict)
+    phases: list[Phase] = field(default_factory=list)
+    beside: list[tuple[Holder, ...]] = field(default_factory=list)  # by phase: the base and other parts
+    inside: list[tuple[Holder, ...]] = field(default_factory=list)  # by phase: the running part at its peak
+    notes: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+
+    def run(self) -> StepTimeline:
+        for at in range(len(self.parts)):
+            self._forward(at)
+        saved = sum(self.sizes[key] for key in self._alive(len(self.parts)))
+        for at in reversed(range(len(self.parts))):
+            if self.parts[at].backward is not None:
+                self._backward(at)
+        if self.sets_to_none:
+            self._optimize()
+        highest = max(range(len(self.phases)), key=lambda at: (self.phases[at].peak_bytes, -at))
+        holders = (*self.beside[highest], *self.inside[highest])
+        return StepTimeline(
+            phases=tuple(self.phases),
+            base={name: size for name, size in self.base.items()},
+            saved_bytes=saved,
+            backward_start_bytes=self._start_of_backward(),
+            holders=tuple(sorted((holder for holder in holders if holder.nbytes), key=lambda holder: -holder.nbytes)),
+            unknown=tuple(dict.fromkeys(self.unknown)),
+            notes=tuple(dict.fromkeys(self.notes)),
+        )
+
+    # ------------------------------------------------ who made what
+
+    @cached_property
+    def forwards(self) -> list[Prices]:
+        return [Prices(replace(part.forward, held=part.forward.held | set(part.forward.args))) for part in self.parts]
+
+    @cached_property
+    def outputs(self) -> list[tuple[str, ...]]:
+        """By part: names of the tensors that its forward gives to the program, in order."""
+        return [_outputs_of(part.forward) for part in self.parts]
+
+    @cached_property
+    def made_by(self) -> list[dict[str, tuple[int, str]]]:
+        """By part: each argument that an earlier part made, to that part and the output.
+
+        A captured part says nothing of where its arguments come from, so they are matched: the same name within one graph of
+        torch.compile, else the same shape and dtype; the latest part first, each output once.
+        """
+        found: list[dict[str, tuple[int, str]]] = []
+        for at, part in enumerate(self.parts):
+            links: dict[str, tuple[int, str]] = {}
+            for name in part.forward.args:
+                if part.forward.values[name].kind != "tensor" or self._is_outside_name(name, at):
+                    continue
+                match = self._maker(at, name, set(links.values()))
+                if match is not None:
+                    links[name] = match
+            found.append(links)
+        return found
+
+    def _is_outside_name(self, name: str, at: int) -> bool:
+        """True for what an earlier part takes under the same name: parameters and inputs of the program."""
+        return (
+            any(name in part.forward.args for part in self.parts[:at]) or "_parameters_" in name or "_buffers_" in name
+        )
+
+    def _maker(self, at: int, name: str, taken: set[tuple[int, str]]) -> tuple[int, str] | None:
+        value = self.parts[at].forward.values[name]
+        for earlier in reversed(range(at)):
+            values = self.parts[earlier].forward.values
+            same_graph = self.parts[earlier].graph == self.parts[at].graph
+            for output in self.outputs[earlier]:
+                other = values[output]
+                alike = (other.shape, other.dtype) == (value.shape, value.dtype) and other.shape
+                if (
+                    alike
+                    and (earlier, output) not in taken
+                    and (output == name or not same_graph or output not in self.outputs[at])
+                ):
+                    return earlier, output
+        return None
+
+    def key(self, at: int, name: str) -> Key:
+        """The storage that ``name`` of part ``at`` has."""
+        prices = self.forwards[at]
+        storage = prices.aliases.storages[prices.aliases.storage_of[name]]
+        outside = next((n for n in storage.names if n in self.parts[at].forward.args), None)
+        if outside is None:
+            key = (at, storage.root)
+        elif outside in self.made_by[at]:
+            return self.key(*self.made_by[at][outside])
+        else:
+            key = (-1, outside)
+        self.sizes.setdefault(key, prices.sizes[storage.id])
+        return key
+
+    @cached_property
+    def needs_grad(self) -> dict[Key, int]:
+        """Parameters, and inputs that get a gradient, to the bytes of their gradient."""
+        found: dict[Key, int] = {}
+        for at, part in enumerate(self.parts):
+            for argument, gradient in _gradients_of(part, self.notes):
+                if argument not in self.made_by[at]:
+                    found.setdefault(self.key(at, argument), self._backward_size(at, gradient))
+        return found
+
+    def _backward_size(self, at: int, name: str) -> int:
+        prices = self.backwards[at]
+        assert prices is not None
+        return prices.sizes[prices.aliases.storage_of[name]]
+
+    @cached_property
+    def base(self) -> dict[str, int]:
+        parameters = sum(self.sizes[key] for key in self.needs_grad)
+        outside = {
+            self.key(at, name)
+            for at, part in enumerate(self.parts)
+            for name in part.forward.args
+            if self._is_tensor(at, name)
+        }
+        handles = any(_multiplies(part.forward) for part in self.parts) + any(
+            _multiplies(part.backward) for part in self.parts if part.backward is not None
+        )
+        return {
+            "parameters": parameters,
+            "inputs": sum(self.sizes[key] for key in outside if key[0] == -1 and key not in self.needs_grad),
+            "gradients": 0 if self.sets_to_none else sum(self.needs_grad.values()),
+            "optimizer state": self.optimizer.state * parameters,
+            "cuBLAS workspaces": handles * self.workspace_bytes,
+        }
+
+    def _is_tensor(self, at: int, name: str) -> bool:
+        return name in self.forwards[at].aliases.storage_of
+
+    # ------------------------------------------------ who holds what
+
+    @cached_property
+    def saved(self) -> list[frozenset[Key]]:
+        """By part: what its backward will take."""
+        return [
+            frozenset(self.key(at, name) for name in part.forward.saved if self._is_tensor(at, name))
+            if part.backward
+            else frozenset()
+            for at, part in enumerate(self.parts)
+        ]
+
+    @cached_property
+    def reached(self) -> list[frozenset[Key]]:
+        """By part: outputs that the program can reach to the end of the step."""
+        passed_on = {
+            maker
+            for at, links in enumerate(self.made_by)
+            for maker in links.values()
+            if self.parts[at].graph == self.parts[maker[0]].graph and self.parts[at].graph
+        }
+        return [
+            frozenset(self.key(at, name) for name in names if (at, name) not in passed_on)
+            for at, names in enumerate(self.outputs)
+        ]
+
+    def _alive(self, before: int, taking: int | None = None) -> set[Key]:
+        """Storages that forwards made and that are alive when the parts ``before`` this one still have their backward to run.
+
+        ``taking`` is a part whose forward runs now: what it takes is alive too.
+        """
+        found = {
+            key for at in range(len(self.parts)) for key in self.reached[at] if at < max(before, self.num_forwarded)
+        }
+        for at in range(min(before, self.num_forwarded)):
+            found |= self.saved[at]
+        if taking is not None:
+            found |= {self.key(at, name) for at, name in self.made_by[taking].values()}
+            found |= {  # on its way to a later part
+                self.key(*maker)
+                for links in self.made_by[taking + 1 :]
+                for maker in links.values()
+                if maker[0] < taking
+            }
+        return {key for key in found if key[0] >= 0}
+
+    num_forwarded: int = 0  # parts whose forward has returned
+
+    # ------------------------------------------------ phases
+
+    def _forward(self, at: int) -> None:
+        prices = self.forwards[at]
+        self._phase(
+            f"forward of {self.parts[at].name}", prices, self._alive(at, taking=at), own=prices.start_bytes, passed=0
+        )
+        self.num_forwarded = at + 1
+
+    @cached_property
+    def backwards(self) -> list[Prices | None]:
+        return [
+            None if part.backward is None else self._backward_prices(at, part.backward)
+            for at, part in enumerate(self.parts)
+        ]
+
+    def _backward_prices(self, at: int, backward: Graph) -> Prices:
+        graph = backward if self.split_autograd else hold_cotangents(backward)
+        others = self._held_by_others(at)
+        names = {name for name in graph.saved if self._is_tensor(at, name) and self.key(at, name) in others}
+        return Prices(
+            replace(graph, held=(graph.held - set(self.parts[at].forward.args)) | names), self.parts[at].forward
+        )
+
+    def _held_by_others(self, at: int) -> set[Key]:
+        """What the backward of part ``at`` cannot free: the program has it, or an earlier part saved it too."""
+        found = {key for keys in self.reached for key in keys}
+        for earlier in range(at):
+            found |= self.saved[earlier]
+        for name in self.parts[at].forward.args:
+            if self._is_tensor(at, name) and self.key(at, name)[0] == -1:
+                found.add(self.key(at, name))
+        return found
+
+    def _backward(self, at: int) -> None:
+        prices = self.backwards[at]
+        assert prices is not None
+        others = self._held_by_others(at)
+        saved = [name for name in prices.graph.saved if name in prices.aliases.storage_of and self._is_tensor(at, name)]
+        ids = {prices.aliases.storage_of[name] for name in saved if self.key(at, name) in others}
+        own = sum(prices.sizes[id] for id in ids)  # counted beside the part
+        self._phase(f"backward of {self.parts[at].name}", prices, self._alive(at), own=own, passed=self._passed(at))
+        for argument, gradient in _gradients_of(self.parts[at], self.notes):
+            if argument in self.made_by[at]:
+                self.on_their_way[self.made_by[at][argument]] = self._backward_size(at, gradient)
+            elif self.sets_to_none:
+                key = self.key(at, argument)
+                self.new_gradients[key] = self.needs_grad[key]
+
+    on_their_way: dict[tuple[int, str], int] = field(default_factory=dict)  # gradients between backwards
+    new_gradients: dict[Key, int] = field(default_factory=dict)
+
+    def _passed(self, at: int) -> int:
+        """Bytes of gradients on their way to a part other than ``at``, which has its own as cotangents."""
+        self.on_their_way = {maker: size for maker, size in self.on_their_way.items() if maker[0] != at}
+        return sum(self.on_their_way.values())
+
+    def _optimize(self) -> None:
+        parameters = self.base["parameters"]
+        beside = self._beside(self._alive(0), 0)
+        live = sum(holder.nbytes for holder in beside) + self.optimizer.temporary * parameters
+        temporary = Holder(
+            "temporaries of the optimizer", self.optimizer.temporary * parameters, "optimizer", "optimizer"
+        )
+        self.phases.append(Phase("optimizer", (live,), 0))
+        self.beside.append(beside)
+        self.inside.append((temporary,))
+
+    def _phase(self, name: str, prices: Prices, alive: set[Key], *, own: int, passed: int) -> None:
+        """Appends the phase of one part: its timeline, less what is counted beside it, on top of what stands beside it."""
+        timeline = prices.timeline(None)
+        beside = self._beside(alive, passed)
+        offset = sum(holder.nbytes for holder in beside) - own
+        self.phases.append(
+            Phase(name, tuple(live + offset for live in timeline.live_bytes) or (offset,), timeline.peak_pos)
+        )
+        self.beside.append(beside)
+        held = prices.graph.held
+        self.inside.append(
+            tuple(
+                holder
+                for holder in timeline.holders
+                if not held.intersection(holder.names) or holder.producer == "cotangent"
+            )
+        )
+        self.unknown += timeline.unknown
+
+    def _beside(self, alive: set[Key], passed: int) -> tuple[Holder, ...]:
+        found = [Holder(name, size, "before the step", "caller") for name, size in self.base.items()]
+        found.append(Holder("gradients of parameters", sum(self.new_gradients.values()), "backward", "optimizer"))
+        found.append(Holder("gradients between parts", passed, "backward", "backward"))
+        reached = {key for keys in self.reached for key in keys}
+        for at, part in enumerate(self.parts):
+            kept = sum(self.sizes[key] for key in alive if key[0] == at and key not in reached)
+            outputs = sum(self.sizes[key] for key in alive if key[0] == at and key in reached)
+            found.append(Holder(f"saved by {part.name}", kept, part.name, "backward"))
+            found.append(Holder(f"outputs of {part.name}", outputs, part.name, "caller"))
+        return tuple(found)
+
+    def _start_of_backward(self) -> int:
+        live = [nbytes for phase in self.phases if phase.name.startswith("backward") for nbytes in phase.live_bytes]
+        return max(live[: max(1, -(-len(live) // 10))], default=0)
+
+
+# ---------------------------------------------------------------- reading a part's Graphs
+
+
+def _outputs_of(forward: Graph) -> tuple[str, ...]:
+    """Names of the tensors that a forward gives to the program, in order, without repeats and without its own arguments."""
+    result = forward.result
+    first = result[0] if isinstance(result, tuple) and result else result
+    if isinstance(first, Struct):
+        first = dict(first.items).get("output")
+    elif forward.stage != "forward":
+        first = result
+    names = dict.fromkeys(refs(first))
+    return tuple(name for name in names if forward.values[name].kind == "tensor" and name not in forward.args)
+
+
+def _gradients_of(part: StepPart, notes: list[str]) -> Iterator[tuple[str, str]]:
+    """Each argument of the forward that gets a gradient, with the gradient's name in the backward."""
+    if part.backward is None:
+        return
+    result = part.backward.result
+    flat = result[0] if isinstance(result, tuple) and len(result) == 1 and isinstance(result[0], tuple) else result
+    gradients = flat if isinstance(flat, tuple) else ()
+    if len(gradients) != len(part.forward.args):
+        notes.append(
+            f"{part.name} returns {len(gradients)} gradients for {len(part.forward.args)} arguments; matched in order"
+        )
+    for argument, gradient in zip(part.forward.args, gradients):
+        for name in refs(gradient):
+            yield argument, name
+
+
+def _multiplies(graph: Graph) -> bool:
+    """True where some op multiplies matrices, and so needs a cuBLAS handle."""
+    return any(effect_of(leaf).kind is Kind.MATMUL for op in graph.ops if op.id != UNPACK for leaf in op.leaves)
