@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Op
 
@@ -61,6 +62,7 @@ class Effect:
 
 
 BARRIER = Effect(Kind.BARRIER)
+REGION = Effect(Kind.REGION)
 
 _FUSION = re.compile(r"(nvFusion|TorchCompile|CUDAGraph)\d+$")
 _PREFIX = re.compile(r"^(prims|ltorch|torch\.nn\.functional|torch\.Tensor|Tensor|torch|aten|core_prims)\.")
@@ -174,9 +176,12 @@ def short_name(op_id: str) -> str:
 
 def effect_of(op: Op) -> Effect:
     """The row of ``op``; `BARRIER` where the table has none."""
-    if op.is_fusion or _FUSION.match(op.id):
-        return Effect(Kind.REGION)
-    return _TABLE.get(short_name(op.id), BARRIER)
+    return REGION if op.is_fusion else _effect_of_id(op.id)
+
+
+@cache
+def _effect_of_id(op_id: str) -> Effect:
+    return REGION if _FUSION.match(op_id) else _TABLE.get(short_name(op_id), BARRIER)
 
 
 def is_layout(op: Op) -> bool:
