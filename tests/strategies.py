@@ -108,9 +108,9 @@ class _Builder:
 
     def pick(self, **want: object) -> str:
         """A tensor of the pool with the wanted attributes, late ones more often; any tensor where there is none."""
-        fitting = [name for name in self.pool if all(getattr(self.values[name], k) == v for k, v in want.items())]
-        fitting = fitting or self.pool
-        return fitting[-1 - min(int(self.rng.expovariate(0.5)), len(fitting) - 1)]
+        late = self.pool[-64:]
+        fitting = [name for name in late if all(getattr(self.values[name], k) == v for k, v in want.items())] or late
+        return fitting[max(self.rng.randrange(len(fitting)) for _ in range(3))]
 
     def emit(
         self,
@@ -248,6 +248,7 @@ _FUSIBLE = frozenset(
 
 def _fused(rng: random.Random, ops: list[Op]) -> list[Op]:
     """The ops with some runs of fusible ones gathered into regions, which give what is used later."""
+    last_use = {name: pos for pos, op in enumerate(ops) for name in op.inputs}
     result: list[Op] = []
     index, count = 0, 0
     while index < len(ops):
@@ -260,8 +261,7 @@ def _fused(rng: random.Random, ops: list[Op]) -> list[Op]:
         index += len(run)
         made = [name for op in run for name in op.outputs]
         inputs = dict.fromkeys(name for op in run for name in op.inputs if name not in made)
-        used = {name for op in ops[index:] for name in op.inputs}
-        outputs = [name for name in made if name in used] or made[-1:]
+        outputs = [name for name in made if last_use.get(name, 0) >= index] or made[-1:]
         region = Op(
             f"nvFusion{count}", tuple(map(Ref, inputs)), tuple(map(Ref, outputs)), subops=tuple(run), is_fusion=True
         )

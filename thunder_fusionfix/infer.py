@@ -489,6 +489,13 @@ def _copy(op: Op, facts: Facts) -> None:
     _equate(facts, _ref(op, 1), _out(op), dtype=True)
 
 
+def _update_aliases(op: Op, facts: Facts) -> None:
+    """``(a1, b1) = update_aliases((a, b))``: new names for tensors that a write may have changed."""
+    sources = [name for arg in op.args for name in refs(arg)]
+    for source, output in zip(sources, refs(op.output)):
+        _equate(facts, source, output, dtype=True)
+
+
 def _nv_cross_entropy_fwd(op: Op, facts: Facts) -> None:
     """``loss, max, log_sum_exp, count = nv_cross_entropy_fwd(logits, target, ...)``: the mean loss and what backward needs."""
     logits, target = _ref(op, 0), _ref(op, 1)
@@ -520,5 +527,6 @@ _RULES: dict[str, _Rule] = {
     "pad": _pad,
     "linear": _linear,
     "copy_": _copy,
+    "update_aliases": _update_aliases,
     "nv_cross_entropy_fwd": _nv_cross_entropy_fwd,
 }

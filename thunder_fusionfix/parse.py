@@ -389,6 +389,8 @@ def _kinds(ops: tuple[Op, ...]) -> Iterator[tuple[str, str]]:
             yield from ((name, "collection") for name in op.outputs)
         elif op.id == UNPACK and all(_NUMBER_NAME.match(name) for name in op.outputs):
             yield from ((name, "number") for name in op.outputs)
+        elif op.id.startswith("get_and_update_rng_state"):  # a seed and an offset
+            yield from ((name, "number") for name in op.outputs)
 
 
 def _names(args: tuple[str, ...], ops: tuple[Op, ...]) -> dict[str, None]:

@@ -133,7 +133,7 @@ def _without_prefix(line: str) -> str:
     if start.startswith(">"):
         match = _QUOTE.match(line)
         line = line[match.end() :] if match else line
-    if "rank" in start:
+    if start.startswith(("[ran", "rank")):
         match = _RANK.match(line)
         line = line[match.end() :] if match else line
     if start.startswith(("In ", "In[", "Out")):
