@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
 
-from thunder_fusionfix.effects import Copies, Kind, effect_of
+from thunder_fusionfix.effects import Copies, Effect, Kind, effect_of
 from thunder_fusionfix.layout import Shape, Strides, Viewed, is_row_major, layout_of, row_major, source_of
-from thunder_fusionfix.model import CLEAR, DEL, UNPACK, Graph, Op, Value, refs
+from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Value, refs
 
 
 class Sharing(Enum):
@@ -192,23 +192,18 @@ class _Walk:
     def visit(self, pos: int, op: Op) -> None:
         if op.id in (DEL, CLEAR):
             return
-        if op.id == UNPACK:
-            for name in op.outputs:
-                self.bring_in(name)
-            return
         inputs = [name for name in op.inputs if name in self.storage_of]
-        outputs = [name for name in op.outputs if self.is_tensor(name) and name not in self.storage_of]
+        outputs = [name for name in op.outputs if name not in self.storage_of and self.is_tensor(name)]
         effect = effect_of(op)
         if effect.kind is Kind.REGION:
-            written = self.visit_region(op, outputs)
+            written = self.visit_region(op, inputs, outputs)
         else:
-            written = self.visit_single(op, inputs, outputs)
+            written = self.visit_single(op, effect, inputs, outputs)
         for name in inputs:
             self.accesses.append((self.storage_of[name], Access(pos, name, name in written)))
 
-    def visit_single(self, op: Op, inputs: list[str], outputs: list[str]) -> frozenset[str]:
+    def visit_single(self, op: Op, effect: Effect, inputs: list[str], outputs: list[str]) -> frozenset[str]:
         """Places the outputs of an op that is no region; gives the inputs that it writes."""
-        effect = effect_of(op)
         if effect.kind is Kind.BOOKKEEPING:
             for name in outputs:
                 self.bring_in(name)
@@ -246,9 +241,8 @@ class _Walk:
         id = self.add_dense(name, made.strides)
         self.may_share(id, self.storage_of[made.source])  # strides of the next run may make it a view
 
-    def visit_region(self, op: Op, outputs: list[str]) -> frozenset[str]:
+    def visit_region(self, op: Op, inputs: list[str], outputs: list[str]) -> frozenset[str]:
         """Places the outputs of a fusion region; gives the inputs that it writes."""
-        inputs = [name for name in op.inputs if name in self.storage_of]
         if not op.subops:
             for name in outputs:
                 id = self.add_dense(name, None)
@@ -289,10 +283,12 @@ def rearranged(op: Op, values: Mapping[str, Value], strides: Mapping[str, Stride
     A cast to the dtype that its source has gives the source itself and counts as a layout. ``strides`` are those of the names
     that ``op`` takes.
     """
+    effect = effect_of(op)
+    if effect.kind is not Kind.LAYOUT and effect.copies is Copies.ALWAYS:
+        return None
     source = source_of(op)
     if source is None or source not in strides or len(op.outputs) != 1:
         return None
-    effect = effect_of(op)
     before, after = values.get(source), values.get(op.outputs[0])
     if before is None or after is None or before.kind != "tensor":
         return None
