@@ -65,7 +65,10 @@ BARRIER = Effect(Kind.BARRIER)
 REGION = Effect(Kind.REGION)
 
 _FUSION = re.compile(r"(nvFusion|TorchCompile|CUDAGraph)\d+$")
-_PREFIX = re.compile(r"^(prims|ltorch|torch\.nn\.functional|torch\.Tensor|Tensor|torch|aten|core_prims)\.")
+# Modules whose names mean what the table says; bare names are those of executors' operators and of Thunder's statements.
+_KNOWN_MODULE = re.compile(
+    r"((prims|core_prims|ltorch|aten|Tensor|thunder(\.\w+)*|torch(\.nn\.functional|\.special|\.Tensor|(\.torch)?\.ops\.aten)?)\.)?\w+$"
+)
 
 
 def _names(text: str) -> list[str]:
@@ -75,7 +78,7 @@ def _names(text: str) -> list[str]:
 # Short names: what is left of "prims.reshape", "ltorch.reshape", "torch.reshape", "torch_prims_reshape_impl".
 _VIEWS = _names(
     "transpose permute slice_prim squeeze unsqueeze broadcast_in_dim expand shallow_copy view_as_real detach t mT "
-    "movedim select narrow diagonal alias"
+    "movedim select narrow diagonal alias fusionfix_after"
 )
 _MAYBE_VIEWS = _names("reshape view flatten unflatten contiguous stride_order")
 _CASTS = _names("convert_element_type to float type_as")
@@ -159,6 +162,7 @@ _TABLE: dict[str, Effect] = {
 }
 
 
+@cache
 def short_name(op_id: str) -> str:
     """The operation's name without the module or executor it is printed with.
 
@@ -175,13 +179,21 @@ def short_name(op_id: str) -> str:
 
 
 def effect_of(op: Op) -> Effect:
-    """The row of ``op``; `BARRIER` where the table has none."""
+    """The row of ``op``; `BARRIER` where the table has none.
+
+    A name counts where Thunder, torch or an executor of Thunder's gives it; another library's ``add`` may do anything.
+
+    >>> [effect_of(Op(i, ())).kind.value for i in ("torch.add", "torch.ops.aten.add", "torch.ops.mylib.add", "mylib.add")]
+    ['pointwise', 'pointwise', 'barrier', 'barrier']
+    """
     return REGION if op.is_fusion else _effect_of_id(op.id)
 
 
 @cache
 def _effect_of_id(op_id: str) -> Effect:
-    return REGION if _FUSION.match(op_id) else _TABLE.get(short_name(op_id), BARRIER)
+    if _FUSION.match(op_id):
+        return REGION
+    return _TABLE.get(short_name(op_id), BARRIER) if _KNOWN_MODULE.match(op_id) else BARRIER
 
 
 def is_layout(op: Op) -> bool:
