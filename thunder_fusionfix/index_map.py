@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from thunder_fusionfix.layout import (
@@ -39,9 +39,10 @@ from thunder_fusionfix.layout import (
     row_major,
 )
 
-Factor = tuple[
-    int, int
-]  # (size, step): a digit that counts to size, and what one step of it adds to the element's number
+CACHED = 1 << 14  # layers repeat: 28 of them have 76 maps, and compose them 8,000 times
+
+Factor = tuple[int, int]
+"""(size, step): a digit that counts to size, and what one step of it adds to the element's number."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,8 @@ def merged(factors: Iterable[Factor]) -> tuple[Factor, ...]:
     return tuple(result)
 
 
-def regrouped(shape: Shape, groups: Sequence[Sequence[int]]) -> IndexMap:
+@lru_cache(maxsize=CACHED)
+def regrouped(shape: Shape, groups: tuple[tuple[int, ...], ...]) -> IndexMap:
     """The map that permutes the dims of ``shape`` and merges those of each group into one.
 
     >>> regrouped((2, 3, 4), ((0, 2), (1,))).shape
@@ -106,7 +108,8 @@ def regrouped(shape: Shape, groups: Sequence[Sequence[int]]) -> IndexMap:
     return made(0, [[(shape[dim], steps[dim]) for dim in group] for group in groups])
 
 
-def ungrouped(shape: Shape, groups: Sequence[Sequence[int]]) -> IndexMap:
+@lru_cache(maxsize=CACHED)
+def ungrouped(shape: Shape, groups: tuple[tuple[int, ...], ...]) -> IndexMap:
     """The way back from ``regrouped(shape, groups)`` to ``shape``."""
     order = [dim for group in groups for dim in group]
     steps = row_major(tuple(shape[dim] for dim in order))
@@ -122,6 +125,7 @@ def made(offset: int, dims: Iterable[Iterable[Factor]]) -> IndexMap:
     return IndexMap(0, tuple(((size, 0),) if size != 1 else () for size in result.shape))
 
 
+@lru_cache(maxsize=CACHED)
 def index_map(layout: Layout, shape: Shape) -> IndexMap | None:
     """What ``layout`` does to a tensor of ``shape``; None where it does not fit the shape."""
     steps = row_major(shape)
@@ -182,6 +186,7 @@ class Refined:
     dims: tuple[tuple[Piece, ...], ...]  # of each output dim: its pieces, outermost first
 
 
+@lru_cache(maxsize=CACHED)
 def refine(index: IndexMap, shape: Shape) -> Refined | None:
     """``index`` as a map into the index space of a source of ``shape``; None where a digit would carry over.
 
@@ -223,6 +228,7 @@ def _pieces(factor: Factor, shape: Shape, radix: tuple[int, ...]) -> Iterator[Pi
         size, step = size // fits, step * fits
 
 
+@lru_cache(maxsize=CACHED)
 def compose(outer: IndexMap, inner: IndexMap) -> IndexMap | None:
     """``inner``, then ``outer``, as one map; None where there is none.
 

@@ -218,7 +218,8 @@ class Forms:
             return self.node("full", node.label, (), index.shape, node.dtype)
         if node.op == "flat":  # what was cut where it had no seam may fit again
             layout = self.nodes[node.children[0]]
-            composed = compose(index, layout.label)  # type: ignore[arg-type]
+            assert isinstance(layout.label, IndexMap)
+            composed = compose(index, layout.label)
             if composed is not None:
                 return self.rearranged(composed, layout.children[0])
         return self.node("layout", index, (source,), index.shape, node.dtype)
@@ -301,27 +302,24 @@ class Forms:
             return self.node("read", earlier + later, node.children, node.shape, node.dtype)
         return self.node("read", epochs, (source,), node.shape, node.dtype)
 
-    def rows(self, label: Hashable, sources: Sequence[int], own: Sequence[Sequence[int]], out: Value) -> int:
+    def rows(self, label: Hashable, sources: Sequence[int], own: tuple[tuple[int, ...], ...], out: Value) -> int:
         """An op that works on the dims ``own`` of its sources, one own dim of the expression each, and repeats over the others.
 
         The output either keeps all own dims (``out`` has the sources' rank) or none.
         """
-        own_dims = [dim for group in own for dim in group]
-        children, num_rows = [], 1
-        for source in sources:
-            shape = self.nodes[source].shape
-            assert shape is not None
-            others = [dim for dim in range(len(shape)) if dim not in own_dims]
-            num_rows = prod(shape[dim] for dim in others)
-            children.append(self.rearranged(regrouped(shape, [others, *own]), source))
         assert out.shape is not None
+        own_dims = tuple(dim for group in own for dim in group)
         rank = len(self.nodes[sources[0]].shape or ())
+        others = tuple(dim for dim in range(rank) if dim not in own_dims)
+        children = tuple(
+            self.rearranged(regrouped(self.nodes[source].shape or (), (others, *own)), source) for source in sources
+        )
         if len(out.shape) == rank:
-            shape = (num_rows, *(out.shape[dim] for dim in own_dims))
-            order = [[dim for dim in range(rank) if dim not in own_dims], *([dim] for dim in own_dims)]
+            shape = (prod(out.shape[dim] for dim in others), *(out.shape[dim] for dim in own_dims))
+            order = (others, *((dim,) for dim in own_dims))
         else:
-            shape, order = (num_rows,), [list(range(len(out.shape)))]
-        made_rows = self.node("rows", label, tuple(children), shape, out.dtype)
+            shape, order = (prod(out.shape),), (tuple(range(len(out.shape))),)
+        made_rows = self.node("rows", label, children, shape, out.dtype)
         return self.rearranged(ungrouped(out.shape, order), made_rows)
 
     # ------------------------------------------------ text
@@ -616,14 +614,14 @@ class _Evaluation:
         same_rank = all(len(self.forms.nodes[source].shape or ()) == len(out.shape) for source in sources)
         if not sources or len(sources) != len(parts) or not same_rank:
             return None
-        return self.forms.rows("cat", sources, [[dim % len(out.shape)]], out)
+        return self.forms.rows("cat", sources, ((dim % len(out.shape),),), out)
 
     def pad(self, op: Op, source: int, value: Value, out: Value) -> int | None:
         read = _pad_arguments(op, len(value.shape or ()))
         if read is None or value.dtype != out.dtype or len(out.shape or ()) != len(value.shape or ()):
             return None
         fill, config = read
-        own = [[dim] for dim, one in enumerate(config) if one != (0, 0, 0)]
+        own = tuple((dim,) for dim, one in enumerate(config) if one != (0, 0, 0))
         label = _Pad(_number(fill, out.dtype), tuple(one for one in config if one != (0, 0, 0)))
         return self.forms.rows(label, [source], own, out) if own else source
 
@@ -633,11 +631,11 @@ class _Evaluation:
         dims = _ints(given if isinstance(given, tuple) else (given,))
         if dims is None or not rank:
             return None
-        own = sorted({dim % rank for dim in dims})
+        own = tuple(sorted({dim % rank for dim in dims}))
         if len(own) != len(dims) or len(out.shape or ()) != rank - len(own) or not own:
             return None
         options = tuple((key, _literal(arg)) for key, arg in sorted(op.kwargs, key=lambda item: item[0]))
-        return self.forms.rows((name, options), [source], [own], out)
+        return self.forms.rows((name, options), [source], (own,), out)
 
 
 def _has_prim_signature(op_id: str) -> bool:
