@@ -29,7 +29,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,7 @@ from thunder_fusionfix.results import (
     VARIANTS,
     Run,
     Spec,
+    draw,
     markdown,
     plain_table,
 )
@@ -101,6 +102,7 @@ def bench(
     """
     if measuring:
         require_gpu()
+    spec = resolved(spec)
     path = results_path(spec, options.out)
     with _only_writer(path):
         run = Run.load(path) if path.exists() else Run(spec, command, now())
@@ -113,12 +115,31 @@ def bench(
             _measure_missing(run, path, options, progress)
         run.save(path)
         path.with_suffix(".md").write_text(markdown(run))
+        draw(run, path.with_suffix(".png"))
     return run
 
 
 def results_path(spec: Spec, out: Path) -> Path:
     """Where the results of ``spec`` lie under the directory ``out``."""
     return out / f"{spec.slug}.json"
+
+
+def resolved(spec: Spec) -> Spec:
+    """``spec`` with the model's own sizes where none are given.
+
+    Raises:
+        UsageError: no such model, or sizes that it cannot take.
+    """
+    from thunder_fusionfix.models import MODELS, load_model
+
+    if spec.model not in MODELS:
+        if ":" not in spec.model and not spec.model.endswith(".py"):
+            load_model(spec.model)  # raises, and names the models
+        return spec
+    load_model(**spec.sizes)  # on "meta": takes no memory
+    own = MODELS[spec.model].sizes
+    given = {name: getattr(spec, name) or getattr(own, name) for name in ("layers", "hidden_size", "seq", "batch")}
+    return replace(spec, **given)
 
 
 def require_gpu() -> None:
@@ -252,7 +273,8 @@ def _run_all(
     progress: Progress,
 ) -> None:
     """Runs ``python -m <what>`` for each job, ``workers`` at a time; ``keep`` gets each record."""
-    waiting, running = deque(jobs), []
+    waiting: deque[Job] = deque(jobs)
+    running: list[_Process] = []
     with tempfile.TemporaryDirectory(prefix="fusionfix-") as scratch:
         try:
             while waiting or running:
@@ -382,7 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(plain_table(run))
-    print(f"written: {results_path(spec, args.out)} and .md")
+    print(f"written: {results_path(run.spec, args.out)}, .md and .png")
     measured = run.predictions if args.predict_only else run.variants
     return 0 if all(measured.get(name, {}).get("status", OK) == OK for name in variants) else 1
 

@@ -43,10 +43,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.results import FAILED, OK, OUT_OF_MEMORY, SKIPPED, Spec
+
+if TYPE_CHECKING:  # `bench` imports this module and needs no torch
+    import torch
+
+    from thunder_fusionfix.models import Program
 
 STATE = "@state "
 WAITING = "waiting for the GPU"  # time in this state does not count against --timeout
@@ -82,36 +87,11 @@ class Job:
 # ---------------------------------------------------------------- the program and its variants
 
 
-@dataclass(frozen=True)
-class Program:
-    """A model or function on the GPU and what it is called with."""
-
-    fn: Callable
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    @property
-    def parameters(self) -> dict[str, Any]:
-        """Everything that gets a gradient, by name: a module's parameters, and arguments that require grad."""
-        import torch
-        from torch.utils import _pytree as pytree
-
-        leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
-        found = {
-            f"argument {at}": leaf
-            for at, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        }
-        if isinstance(self.fn, torch.nn.Module):
-            found |= {name: parameter for name, parameter in self.fn.named_parameters() if parameter.requires_grad}
-        return found
-
-
 def build(spec: Spec, device: str = "cuda") -> Program:
     """The program of ``spec`` with real tensors on ``device``; the same numbers each time.
 
     Raises:
-        UsageError: no such model.
+        UsageError: no such model, or one whose tensors have no values.
     """
     import torch
     from torch.utils import _pytree as pytree
@@ -119,20 +99,31 @@ def build(spec: Spec, device: str = "cuda") -> Program:
     from thunder_fusionfix.models import load_model
 
     torch.manual_seed(SEED)
-    with torch.device(device):
-        fn, args, kwargs = load_model(
-            spec.model, layers=spec.layers, hidden_size=spec.hidden_size, seq=spec.seq, batch=spec.batch
-        )
+    program = load_model(**spec.sizes, device=device)
 
     def on_device(value: torch.Tensor) -> torch.Tensor:
         if value.device.type == "meta":
             raise UsageError(f"{spec.model} gives tensors on 'meta'; a measurement needs their values")
         return value if value.device.type == device else value.detach().to(device).requires_grad_(value.requires_grad)
 
-    if isinstance(fn, torch.nn.Module):
-        fn.to(device)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, on_device, (tuple(args), dict(kwargs)))
-    return Program(fn, args, kwargs)
+    if isinstance(program.fn, torch.nn.Module):
+        program.fn.to(device)
+    args, kwargs = pytree.tree_map_only(torch.Tensor, on_device, (tuple(program.args), dict(program.kwargs)))
+    return dataclasses.replace(program, args=args, kwargs=kwargs)
+
+
+def parameters_of(program: Program) -> dict[str, torch.Tensor]:
+    """Everything that gets a gradient, by name: a module's parameters, and arguments that require grad."""
+    import torch
+    from torch.utils import _pytree as pytree
+
+    leaves = [
+        leaf for leaf in pytree.tree_leaves((program.args, dict(program.kwargs))) if isinstance(leaf, torch.Tensor)
+    ]
+    found = {f"argument {at}": leaf for at, leaf in enumerate(leaves) if leaf.requires_grad}
+    if isinstance(program.fn, torch.nn.Module):
+        found |= {name: parameter for name, parameter in program.fn.named_parameters() if parameter.requires_grad}
+    return found
 
 
 class Missing(Exception):
@@ -224,7 +215,7 @@ def make_optimizer(name: str, program: Program) -> Any | None:
     """The optimizer `name` of `step.OPTIMIZERS` over everything that gets a gradient."""
     import torch
 
-    parameters = list(program.parameters.values())
+    parameters = list(parameters_of(program).values())
     if name == "sgd":
         return torch.optim.SGD(parameters, lr=1e-4)
     if name == "adamw":
@@ -550,7 +541,7 @@ def _distance(step: Step) -> dict[str, Any]:
         program.fn.float()
     # arguments keep their identity where they are float32 already, so that they keep their name
     wide = pytree.tree_map_only(torch.Tensor, _as_float32, (program.args, dict(program.kwargs)))
-    reference = Step(program.fn, Program(program.fn, *wide), None)
+    reference = Step(program.fn, dataclasses.replace(program, args=wide[0], kwargs=wide[1]), None)
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     gc.collect()
@@ -583,7 +574,7 @@ def _loss_and_gradients(step: Step) -> tuple[float, dict[str, Any]]:
     """The loss, summed where it is no scalar, and the gradients by name, taken off their parameters."""
     import torch
 
-    parameters = step.program.parameters
+    parameters = parameters_of(step.program)
     for parameter in parameters.values():
         parameter.grad = None
     torch.manual_seed(SEED)

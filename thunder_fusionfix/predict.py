@@ -59,13 +59,11 @@ def predict(
     from thunder_fusionfix.models import load_model
 
     options = thunder_options(variant)
-    fn, args, kwargs = load_model(
-        spec.model, layers=spec.layers, hidden_size=spec.hidden_size, seq=spec.seq, batch=spec.batch
-    )
+    program = load_model(**spec.sizes)
     captured = capture(
-        fn,
-        args,
-        kwargs,
+        program.fn,
+        program.args,
+        program.kwargs,
         executors=options["executors"],
         transforms=options["transforms"],
         dynamo=True,

@@ -62,6 +62,17 @@ class Spec:
     optimizer: str = "none"  # a name in `step.OPTIMIZERS`; with "none" gradients add up, as in a loop without zero_grad
 
     @property
+    def sizes(self) -> dict[str, Any]:
+        """The arguments of `models.load_model`."""
+        return {
+            "name": self.model,
+            "layers": self.layers,
+            "hidden_size": self.hidden_size,
+            "seq": self.seq,
+            "batch": self.batch,
+        }
+
+    @property
     def slug(self) -> str:
         """A name for files."""
         name = "".join(char if char.isalnum() or char in ".-" else "-" for char in self.model.split("/")[-1])
@@ -254,3 +265,69 @@ def plain_table(run: Run) -> str:
             )
         )
     return "\n".join([*lines, *ratios(run), *notes(run), machine(run)])
+
+
+# ---------------------------------------------------------------- picture
+
+_OURS = "#0b6e4f"  # dark green: fusionfix
+_PLAIN = "#b23a48"  # dark red: plain Thunder, what there is to beat
+_OTHERS = "#5b6770"  # grey
+
+
+def draw(run: Run, path: Path) -> bool:
+    """Writes a picture of peak memory against step time, a point a variant; False, and no file, where nothing was measured.
+
+    A ring where it was predicted shows how far the prediction is off.
+    """
+    points = []
+    for name in VARIANTS:
+        measured = measured_of(run, name)
+        if measured.get("peak_bytes") and measured.get("step_ms"):
+            points.append((name, measured["step_ms"]["median"], measured["peak_bytes"] / 1e9))
+    if not points:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7.2, 4.6), layout="constrained")
+    axes = figure.add_subplot()
+    for name, milliseconds, gigabytes in points:
+        color = _OURS if name in ("transform", "entry", "both") else _PLAIN if name == "plain" else _OTHERS
+        predicted = run.predictions.get(name, {}).get("peak_bytes")
+        if predicted is not None:
+            axes.plot(milliseconds, predicted / 1e9, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
+        axes.plot(milliseconds, gigabytes, "o", markersize=7, color=color)
+    _name_points(axes, points)
+    axes.set_xlabel("step, ms (median)")
+    axes.set_ylabel("peak allocated, GB")
+    axes.set_title(run.spec.title, fontsize=10, loc="left")
+    axes.margins(0.18)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    ringed = " Ring: predicted before the measurement." if run.predictions else ""
+    figure.supxlabel(f"{machine(run)}.{ringed} Lower left is better.", fontsize=6.5, color="#444444", wrap=True)
+    figure.savefig(path, dpi=160)
+    return True
+
+
+def _name_points(axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
+    """Writes each point's name beside it, names of close points one above the other."""
+    least, most = min(y for _, _, y in points), max(y for _, _, y in points)
+    apart = max(most - least, 0.05 * most) * 0.055
+    right = max(x for _, x, _ in points)
+    left = min(x for _, x, _ in points)
+    used: list[tuple[float, float]] = []
+    for name, x, y in sorted(points, key=lambda point: point[2]):
+        at = y
+        while any(abs(at - other) < apart and abs(x - where) < 0.35 * max(right - left, 1e-9) for where, other in used):
+            at += apart / 4
+        used.append((x, at))
+        is_right = x > left + 0.6 * (right - left) and right > left
+        axes.annotate(
+            VARIANTS[name],
+            (x, y),
+            (x, at),
+            textcoords="data",
+            fontsize=8,
+            va="center",
+            ha="right" if is_right else "left",
+        ).set_x(x + (-1 if is_right else 1) * 0.035 * max(right - left, 0.1 * right))
