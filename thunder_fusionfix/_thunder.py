@@ -44,6 +44,7 @@ __all__ = [
     "nvfuser_version",
     "replaced",
     "resolve_executors",
+    "thunderfx_left_out",
     "thunderfx_pieces",
     "thunderfx_splitting",
     "untested_versions",
@@ -248,33 +249,32 @@ def _meta(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of a graph that ThunderFX has split."""
+    """One piece of a graph that ThunderFX gives to Thunder."""
 
-    name: str  # "thunder_0", "inductor_1"
-    jitted: Any | None  # what thunder.jit made of it; None where ThunderFX gives the piece to torch.compile
+    name: str  # "thunder_0"
+    jitted: Any  # what thunder.jit made of it
     examples: tuple[Any, ...]  # a fake tensor, or a number, for each of its inputs
-    reason: str  # why it was not given to Thunder; empty where it was
 
 
 def thunderfx_pieces(compiler: Any) -> tuple[Piece, ...]:
-    """The pieces of the last graph that ``compiler`` split, in call order."""
-    info = compiler.subgraph_infos[-1]
-    reasons = "; ".join(dict.fromkeys(_reason(reason) for reason in info.split_reasons or ()))
+    """Thunder's pieces of the last graph that ``compiler`` split, in call order."""
+    split = compiler.subgraph_infos[-1].split_graph_module
     pieces = []
-    for node in info.split_graph_module.graph.find_nodes(op="call_module"):
-        compiled = getattr(info.split_graph_module, node.target)
-        if not node.target.startswith("thunder"):
-            pieces.append(Piece(node.target, None, (), reasons))
-            continue
-        placeholders = thunder.compile_data(compiled).fn.graph.find_nodes(op="placeholder")
-        examples = tuple(placeholder.meta["example_value"] for placeholder in placeholders)
-        pieces.append(Piece(node.target, compiled, examples, ""))
+    for node in split.graph.find_nodes(op="call_module"):
+        if node.target.startswith("thunder"):
+            jitted = getattr(split, node.target)
+            placeholders = thunder.compile_data(jitted).fn.graph.find_nodes(op="placeholder")
+            pieces.append(Piece(node.target, jitted, tuple(arg.meta["example_value"] for arg in placeholders)))
     return tuple(pieces)
 
 
-def _reason(reason: Any) -> str:
-    cause = f" ({reason.exception})" if reason.exception else ""
-    return " ".join(f"{reason.info}{cause}".split())
+def thunderfx_left_out(compiler: Any) -> tuple[str, ...]:
+    """Names of the functions because of which ThunderFX gave pieces of the last graph to torch.compile; sorted."""
+    reasons = compiler.subgraph_infos[-1].split_reasons or ()
+    found = (
+        re.search(r"target: (?:<[a-z-]+ (?:method |function )?)?([\w.]+)", reason.info or "") for reason in reasons
+    )
+    return tuple(sorted({match[1] for match in found if match}))
 
 
 # ---------------------------------------------------------------- what read.py and edit.py need
@@ -326,3 +326,10 @@ from thunder.torch.experimental.dtensor_proxy import DTensorProxy as DTensorProx
 def nvfuser_impl() -> Any | None:
     """The module of Thunder's nvFuser executor; None where Thunder has not loaded it: no GPU, no nvFuser."""
     return sys.modules.get(_NVFUSER_IMPL)
+
+
+# ---------------------------------------------------------------- what executor.py needs
+
+from thunder import torch as ltorch  # noqa: F401  (re-exported)
+from thunder.extend import FUEL_LEVEL as FUEL_LEVEL
+from thunder.extend import OperatorExecutor as OperatorExecutor

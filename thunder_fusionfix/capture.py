@@ -42,6 +42,7 @@ from thunder_fusionfix._thunder import (
     get_executor,
     nvfuser_registered,
     replaced,
+    thunderfx_left_out,
     thunderfx_pieces,
     thunderfx_splitting,
 )
@@ -280,15 +281,18 @@ def _thunderfx_jobs(
         nonlocal num_graphs
         progress(f"graph {num_graphs}: {len(graph.graph.nodes)} nodes")
         # a compiler for each graph: it adds a transform of its own to the list that it is given, every time
-        with thunderfx_splitting() as compiler_class, fake_mode:  # the tensors that it makes must be fake too
+        # the tensors that the splitter makes must be fake too, in this mode and not in the one that torch.compile gives backends
+        with thunderfx_splitting() as compiler_class, torch._guards.tracing(None), fake_mode:
             compiler = compiler_class(**{**options, "transforms": list(options["transforms"])})
             compiler(graph, examples)
         for piece in thunderfx_pieces(compiler):
             name = f"{piece.name} of graph {num_graphs}"
-            if piece.jitted is None:
-                notes.append(f"ThunderFX gives {name} to torch.compile and not to Thunder: {piece.reason}")
-            else:
-                jobs.append(_Job(name, piece.jitted, piece.examples, {}, torch.is_grad_enabled()))
+            jobs.append(_Job(name, piece.jitted, piece.examples, {}, torch.is_grad_enabled()))
+        if left_out := thunderfx_left_out(compiler):
+            notes.append(
+                f"Graph {num_graphs}: ThunderFX gives {', '.join(left_out)} to torch.compile and the pieces before and after "
+                "to Thunder; only these are shown."
+            )
         num_graphs += 1
         return graph.forward
 
