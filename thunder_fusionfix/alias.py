@@ -26,6 +26,7 @@ Values that come from outside may share memory with one another, which no trace 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -34,6 +35,9 @@ from math import prod
 from thunder_fusionfix.effects import Copies, Effect, Kind, effect_of
 from thunder_fusionfix.layout import Shape, Strides, Viewed, is_row_major, layout_of, row_major, source_of
 from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Value, refs
+
+# Thunder's torch implementation fills a new tensor, also where nothing has to move.
+_ALWAYS_COPIES = re.compile("torch_stride_order_prim_impl$")
 
 
 class Sharing(Enum):
@@ -295,7 +299,8 @@ def rearranged(op: Op, values: Mapping[str, Value], strides: Mapping[str, Stride
     seen = strides[source]
     layout = layout_of(op, values)
     if layout is not None and before.shape is not None:
-        return Made(source, layout.view(before.shape, seen), layout.strides_after(before.shape, seen))
+        viewed = Viewed.NO if _ALWAYS_COPIES.match(op.id) else layout.view(before.shape, seen)
+        return Made(source, viewed, layout.strides_after(before.shape, seen))
     if effect.kind is Kind.LAYOUT:
         viewed = {Copies.NEVER: Viewed.YES, Copies.MAYBE: Viewed.UNKNOWN, Copies.ALWAYS: Viewed.NO}[effect.copies]
         return Made(source, viewed, None)
@@ -320,7 +325,7 @@ def computed_strides(
     tensors = [name for name in op.inputs if name in strides and values[name].kind == "tensor"]
     if kind is Kind.MATMUL:
         # With the larger rank on the right torch folds the transposed product and gives a transposed result.
-        ranks = [len(values[name].shape or ()) for name in tensors[:2]]
+        ranks = [len(values[name].shape or ()) for name in refs(op.args[:2]) if name in tensors]
         return row_major(shape) if len(ranks) == 2 and ranks[0] >= ranks[1] else None
     if kind not in (Kind.POINTWISE, Kind.REDUCTION, Kind.MOVE, Kind.FACTORY):
         return None

@@ -1,0 +1,380 @@
+"""Who shares memory with whom, judged by hand and by torch's own tensors."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+from helpers import BF16, F32, GraphBuilder
+
+from thunder_fusionfix.alias import Sharing, aliases
+from thunder_fusionfix.model import Graph, Op, Ref, Value
+
+# ---------------------------------------------------------------- single ops
+
+
+def test_sharing_view_is_certain_with_the_strides_of_the_view() -> None:
+    """A permuted tensor has the memory of its source, and its strides permuted."""
+    build = GraphBuilder()
+    x = build.arg("x", (4, 2), strides=(2, 1))
+    y = build.op("torch.permute", x, (1, 0), out="y", shape=(2, 4))
+    found = aliases(build.returns(y))
+    assert found.sharing("x", "y") is Sharing.CERTAIN
+    assert found.strides["y"] == (1, 2)
+    assert found.storages[found.storage_of["y"]].names == ("x", "y")
+
+
+def test_sharing_computed_output_is_apart() -> None:
+    """An op that computes gives new memory."""
+    build = GraphBuilder()
+    x = build.arg("x", (4, 2))
+    y = build.op("torch.exp", x, out="y", shape=(4, 2))
+    found = aliases(build.returns(y))
+    assert found.sharing("x", "y") is Sharing.NONE
+
+
+@pytest.mark.parametrize(
+    ("strides", "sharing", "nbytes"),
+    [((2, 1), Sharing.CERTAIN, 32), ((1, 4), Sharing.POSSIBLE, 32), (None, Sharing.POSSIBLE, 32)],
+    ids=["view", "copy", "unknown"],
+)
+def test_sharing_reshape_depends_on_strides_and_a_copy_stays_possible(strides, sharing, nbytes) -> None:
+    """A reshape shares where it is a view; else it is priced as a copy, yet may share: another run may have other strides."""
+    build = GraphBuilder()
+    x = build.arg("x", (4, 2), strides=strides)
+    y = build.op("torch.reshape", x, (8,), out="y", shape=(8,))
+    found = aliases(build.returns(y))
+    assert found.sharing("x", "y") is sharing
+    assert found.storages[found.storage_of["y"]].nbytes == nbytes
+
+
+def test_sharing_contiguous_of_unknown_strides_is_row_major_whatever_they_are() -> None:
+    """``contiguous`` gives row-major strides whether it copies or not."""
+    build = GraphBuilder()
+    x = build.arg("x", (4, 2))
+    y = build.op("Tensor.contiguous", x, out="y", shape=(4, 2))
+    found = aliases(build.returns(y))
+    assert found.strides["y"] == (2, 1)
+    assert found.sharing("x", "y") is Sharing.POSSIBLE
+
+
+def test_sharing_torch_stride_order_copies_also_what_is_in_order_already() -> None:
+    """Thunder's torch implementation of stride_order always makes a new tensor."""
+    build = GraphBuilder()
+    x = build.arg("x", (4, 2), strides=(2, 1))
+    y = build.op("torch_stride_order_prim_impl", x, (1, 0), out="y", shape=(4, 2))
+    found = aliases(build.returns(y))
+    assert found.sharing("x", "y") is not Sharing.CERTAIN
+
+
+def test_sharing_cast_to_the_same_dtype_is_the_argument_itself() -> None:
+    """torch gives a tensor back that a cast would not change; a cast that changes it is new memory."""
+    build = GraphBuilder()
+    x = build.arg("x", (4, 2), strides=(2, 1))
+    same = build.op("torch.Tensor.to", x, F32, out="same", shape=(4, 2))
+    other = build.op("torch.Tensor.to", x, BF16, out="other", shape=(4, 2), dtype="bf16")
+    found = aliases(build.returns(same, other))
+    assert found.sharing("x", "same") is Sharing.CERTAIN
+    assert found.sharing("x", "other") is Sharing.NONE
+
+
+def test_sharing_copy_gives_its_destination_and_writes_it() -> None:
+    """``copy_`` returns the tensor that it wrote, and is a write to that storage only."""
+    build = GraphBuilder()
+    x = build.op("torch.ones", (4,), out="x", shape=(4,))
+    buffer = build.op("torch.zeros", (4,), out="buffer", shape=(4,))
+    new = build.op("copy_", x, buffer, out="new", shape=(4,))
+    found = aliases(build.returns(new))
+    assert found.sharing("buffer", "new") is Sharing.CERTAIN
+    assert found.is_written("buffer")
+    assert not found.is_written("x")
+    assert [(access.pos, access.writes) for access in found.accesses[found.group_of("buffer")]] == [
+        (2, True),
+        (3, False),
+    ]
+
+
+def test_sharing_unknown_op_may_do_anything_to_what_it_is_given() -> None:
+    """The outputs of an op without a row may share with its inputs, and it counts as a write to them."""
+    build = GraphBuilder()
+    x = build.op("torch.ones", (4,), out="x", shape=(4,))
+    apart = build.op("torch.zeros", (4,), out="apart", shape=(4,))
+    y = build.op("some_lib.mystery", x, out="y", shape=(4,))
+    found = aliases(build.returns(y, apart))
+    assert found.sharing("x", "y") is Sharing.POSSIBLE
+    assert found.is_written("x")
+    assert not found.is_written("apart")
+
+
+def test_sharing_arguments_may_share_with_one_another() -> None:
+    """No trace says whether two tensors of the caller overlap."""
+    build = GraphBuilder()
+    x, y = build.arg("x", (4,)), build.arg("y", (4,))
+    z = build.op("torch.add", x, y, out="z", shape=(4,))
+    found = aliases(build.returns(z))
+    assert found.sharing("x", "y") is Sharing.POSSIBLE
+    assert found.sharing("x", "z") is Sharing.NONE
+
+
+def test_storage_of_expanded_argument_counts_no_repeats() -> None:
+    """A dim of stride 0 takes no memory."""
+    build = GraphBuilder()
+    x = build.arg("x", (1000, 4), strides=(0, 1))
+    found = aliases(build.returns(x))
+    assert found.storages[found.storage_of["x"]].nbytes == 16
+
+
+# ---------------------------------------------------------------- regions
+
+
+def region(name: str, outputs: str, body) -> Graph:
+    """A region ``name`` over x: f32[4, 2] (row-major) that computes c = exp(x) and then ``body``."""
+    build = GraphBuilder()
+    x = build.arg("x", (4, 2), strides=(2, 1))
+
+    def inside() -> None:
+        c = build.op("prims.exp", x, out="c", shape=(4, 2))
+        body(build, x, c)
+
+    build.region(name, (x,), tuple(map(Ref, outputs.split())), inside)
+    return build.returns(*map(Ref, outputs.split()))
+
+
+COMPILERS = pytest.mark.parametrize("name", ["nvFusion0", "TorchCompile0"])
+
+
+@COMPILERS
+def test_region_output_that_is_a_view_of_an_input_aliases_the_input(name) -> None:
+    """transpose, slice and reshape of a region input come back with its memory and a view's strides."""
+
+    def body(build, x, c):
+        t = build.op("prims.transpose", x, (1, 0), out="t", shape=(2, 4))
+        build.op("prims.slice_prim", t, (0, 1), (2, 3), (1, 1), out="s", shape=(2, 2))
+        build.op("prims.reshape", x, (8,), out="r", shape=(8,))
+
+    found = aliases(region(name, "t s r c", body))
+    assert {found.storage_of[n] for n in "xtsr"} == {0}
+    assert (found.strides["t"], found.strides["s"], found.strides["r"]) == ((1, 2), (1, 2), (1,))
+    assert found.sharing("x", "c") is Sharing.NONE
+
+
+@COMPILERS
+def test_region_reshape_of_an_input_that_is_no_view_is_one_copy(name) -> None:
+    """A reshape of transposed dims is new memory, which is shared by what lies on top of it."""
+
+    def body(build, x, c):
+        t = build.op("prims.transpose", x, (1, 0), out="t", shape=(2, 4))
+        r = build.op("prims.reshape", t, (8,), out="r", shape=(8,))
+        build.op("prims.reshape", r, (8, 1), out="u", shape=(8, 1))
+
+    found = aliases(region(name, "r u", body))
+    assert found.sharing("x", "r") is Sharing.POSSIBLE
+    assert found.sharing("r", "u") is Sharing.CERTAIN
+    assert [storage.root for storage in found.storages] == ["x", "r"]
+
+
+@COMPILERS
+def test_region_layout_and_copy_of_a_computed_output_alias_that_output(name) -> None:
+    """shallow_copy and transpose of a value that is an output too have its memory."""
+
+    def body(build, x, c):
+        build.op("prims.shallow_copy", c, out="d", shape=(4, 2))
+        build.op("prims.transpose", c, (1, 0), out="t", shape=(2, 4))
+
+    found = aliases(region(name, "c d t", body))
+    assert found.storage_of["c"] == found.storage_of["d"] == found.storage_of["t"]
+    assert found.strides["t"] == (1, 2)
+
+
+@COMPILERS
+def test_region_layout_of_a_computed_value_that_is_no_output_has_memory_of_its_own(name) -> None:
+    """Where the computed value itself never leaves, its transpose is written row-major, and the next layout aliases that."""
+
+    def body(build, x, c):
+        t = build.op("prims.transpose", c, (1, 0), out="t", shape=(2, 4))
+        build.op("prims.transpose", t, (1, 0), out="u", shape=(4, 2))
+
+    found = aliases(region(name, "t u", body))
+    assert found.strides["t"] == (4, 1)
+    assert found.sharing("t", "u") is Sharing.CERTAIN
+    assert found.strides["u"] == (1, 4)
+    assert found.sharing("x", "t") is Sharing.NONE
+
+
+def test_region_cast_of_an_input_as_a_passenger_is_a_new_tensor() -> None:
+    """A widened copy of a saved tensor is written out where the region stands."""
+
+    def body(build, x, c):
+        build.op("prims.convert_element_type", x, BF16, out="n", shape=(4, 2), dtype="bf16")
+
+    found = aliases(region("nvFusion0", "c n", body))
+    assert found.sharing("x", "n") is Sharing.NONE
+    assert found.storages[found.storage_of["n"]].nbytes == 16
+
+
+@COMPILERS
+def test_region_broadcast_output_takes_the_memory_of_what_it_repeats(name) -> None:
+    """A repeated dim of an output is allocated once."""
+
+    def body(build, x, c):
+        build.op("prims.broadcast_in_dim", c, (100, 4, 2), (1, 2), out="b", shape=(100, 4, 2))
+
+    found = aliases(region(name, "b", body))
+    assert found.storages[found.storage_of["b"]].nbytes == 32
+    assert found.strides["b"] == (0, 2, 1)
+
+
+def test_region_copy_into_an_input_is_a_write_to_that_input() -> None:
+    """``copy_`` inside a region writes the region's input, through views too, and its output is that input."""
+    build = GraphBuilder()
+    x = build.op("torch.ones", (4,), out="x", shape=(4,))
+    buffer = build.op("torch.zeros", (2, 2), out="buffer", shape=(2, 2))
+
+    def body() -> None:
+        view = build.op("prims.reshape", buffer, (4,), out="view", shape=(4,))
+        build.op("prims.copy_", x, view, out="new", shape=(4,))
+
+    build.region("nvFusion0", (x, buffer), (Ref("new"),), body)
+    found = aliases(build.returns(Ref("new")))
+    assert found.sharing("new", "buffer") is Sharing.CERTAIN
+    assert found.is_written("buffer")
+    assert not found.is_written("x")
+
+
+def test_region_that_shows_nothing_may_do_anything() -> None:
+    """A fusion without sub-ops, as in cut text, may write and alias all its inputs."""
+    build = GraphBuilder()
+    x = build.op("torch.ones", (4,), out="x", shape=(4,))
+    y = build.value("y", (4,))
+    build.ops.append(Op("CUDAGraph1", (x,), y, is_fusion=True))
+    found = aliases(build.returns(y))
+    assert found.sharing("x", "y") is Sharing.POSSIBLE
+    assert found.is_written("x")
+
+
+# ---------------------------------------------------------------- strides of what torch computes
+
+
+def test_strides_after_matmul_are_row_major_unless_the_larger_rank_is_on_the_right() -> None:
+    """torch folds a 2-D times N-D product transposed, so its result's strides are not known."""
+    build = GraphBuilder()
+    a, b = build.arg("a", (5, 4, 2)), build.arg("b", (2, 3))
+    c, d = build.arg("c", (3, 4)), build.arg("d", (5, 4, 2))
+    left = build.op("torch.matmul", a, b, out="left", shape=(5, 4, 3))
+    right = build.op("torch.matmul", c, d, out="right", shape=(5, 3, 2))
+    found = aliases(build.returns(left, right))
+    assert found.strides["left"] == (12, 3, 1)
+    assert found.strides["right"] is None
+
+
+def test_strides_after_pointwise_ops_follow_dense_operands_only() -> None:
+    """torch keeps the layout of its operands: row-major gives row-major, anything else is not claimed."""
+    build = GraphBuilder()
+    dense, turned = build.arg("dense", (4, 2), strides=(2, 1)), build.arg("turned", (4, 2), strides=(1, 4))
+    y = build.op("torch.exp", dense, out="y", shape=(4, 2))
+    z = build.op("torch.exp", turned, out="z", shape=(4, 2))
+    found = aliases(build.returns(y, z))
+    assert found.strides["y"] == (2, 1)
+    assert found.strides["z"] is None
+
+
+# ---------------------------------------------------------------- forward and backward
+
+
+def forward_and_backward() -> tuple[Graph, Graph]:
+    """A forward that saves a tensor, its transpose and a parameter; the backward that takes them."""
+    build = GraphBuilder("forward")
+    w = build.arg("w", (4, 4))
+    y = build.op("torch.matmul", w, w, out="y", shape=(4, 4))
+    t = build.op("torch.permute", y, (1, 0), out="t", shape=(4, 4))
+    forward = build.returns((y,), ((w, y, t), ()))
+    back = GraphBuilder("backward")
+    for name in ("C0", "C1"):
+        back.values[name] = Value(name, kind="collection")
+    saved = [back.value(name, (4, 4)) for name in ("w", "y", "t")]
+    back.collection("saved_for_backward", Ref("C0"), Ref("C1"), arg=True)
+    back.collection("cotangents", back.value("g", (4, 4)), arg=True)
+    back.collection("C0", *saved)
+    grad = back.op("torch.matmul", saved[2], Ref("g"), out="grad", shape=(4, 4))
+    return forward, back.returns(grad, held=("w",))
+
+
+def test_aliases_backward_with_its_forward_knows_that_saved_tensors_share() -> None:
+    """Two saved tensors with one storage are one storage in the backward, with the strides that the forward gave them."""
+    forward, backward = forward_and_backward()
+    known, alone = aliases(backward, forward), aliases(backward)
+    assert known.sharing("y", "t") is Sharing.CERTAIN
+    assert known.strides["t"] == (1, 4)
+    assert alone.sharing("y", "t") is Sharing.POSSIBLE
+    assert len(alone.storages) == len(known.storages) + 1
+
+
+# ---------------------------------------------------------------- judged by torch
+
+
+def test_aliases_random_torch_programs_agree_with_real_storages_and_strides() -> None:
+    """Where strides of the arguments are known, certain sharing and known strides are those of torch's tensors."""
+    rng = random.Random(0)
+    shared = apart = 0
+    for _ in range(300):
+        graph, tensors = random_torch_program(rng)
+        found = aliases(graph)
+        memory = {name: tensor.untyped_storage().data_ptr() for name, tensor in tensors.items()}
+        for name, tensor in tensors.items():
+            strides = found.strides[name]
+            assert strides is not None
+            assert all(a == b or size == 1 for a, b, size in zip(strides, tensor.stride(), tensor.shape)), graph.ops
+        for one, other in itertools.combinations(tensors, 2):
+            is_same = memory[one] == memory[other]
+            assert is_same == (found.sharing(one, other) is Sharing.CERTAIN), (one, other, graph.ops)
+            shared, apart = shared + is_same, apart + (not is_same)
+    assert min(shared, apart) > 1000, "both answers are tried"
+
+
+def random_torch_program(rng: random.Random) -> tuple[Graph, dict[str, torch.Tensor]]:
+    """A chain of torch layout ops, matmuls and pointwise ops, as a Graph and run."""
+    shape = tuple(rng.choice((1, 2, 3, 4)) for _ in range(3))
+    tensors = {"x": torch.rand(shape)}
+    values = {"x": Value("x", shape, "f32", "cpu", tensors["x"].stride())}
+    ops: list[Op] = []
+
+    def add(op_id: str, source: str, args: tuple, result: torch.Tensor, dtype: str = "f32") -> None:
+        name = f"t{len(ops)}"
+        ops.append(Op(op_id, (Ref(source), *args), Ref(name)))
+        values[name] = Value(name, tuple(result.shape), dtype, "cpu")
+        tensors[name] = result
+
+    for _ in range(rng.randint(1, 8)):
+        source = rng.choice(list(tensors))
+        x = tensors[source]
+        kind = rng.choice(("permute", "reshape", "slice", "contiguous", "to", "exp", "expand", "unsqueeze", "cat"))
+        if kind == "permute":
+            dims = tuple(rng.sample(range(x.ndim), x.ndim))
+            add("torch.permute", source, (dims,), x.permute(dims))
+        elif kind == "reshape":
+            new = rng.choice([(x.numel(),), (*x.shape[:-2], -1), (1, *x.shape), (*x.shape[:1], -1)])
+            new = tuple(torch.empty(x.shape).reshape(new).shape)
+            add("torch.reshape", source, (new,), x.reshape(new))
+        elif kind == "slice" and x.ndim:
+            starts = tuple(rng.randint(0, size - 1) for size in x.shape)
+            where = tuple(slice(start, size) for start, size in zip(starts, x.shape))
+            add("torch_slice_prim_impl", source, (starts, tuple(x.shape), (1,) * x.ndim), x[where])
+        elif kind == "contiguous":
+            add("Tensor.contiguous", source, (), x.contiguous())
+        elif kind == "to":
+            add("torch.Tensor.to", source, (F32,), x.to(torch.float32))
+        elif kind == "exp" and x.is_contiguous():
+            add("torch.exp", source, (), x.exp())
+        elif kind == "expand" and x.ndim < 5:
+            add("Tensor.expand", source, ((2, *x.shape),), x.expand(2, *x.shape))
+        elif kind == "unsqueeze" and x.ndim < 5:
+            add("torch.unsqueeze", source, (0,), x.unsqueeze(0))
+        elif kind == "cat" and x.is_contiguous() and x.ndim:
+            name = f"t{len(ops)}"
+            ops.append(Op("torch.cat", ((Ref(source), Ref(source)), 0), Ref(name)))
+            tensors[name] = torch.cat((x, x), 0)
+            values[name] = Value(name, tuple(tensors[name].shape), "f32", "cpu")
+    ops.append(Op("return", (Ref(rng.choice(list(tensors))),)))
+    return Graph("f", "inference", ("x",), tuple(ops), values, frozenset("x")), tensors
