@@ -36,6 +36,7 @@ __all__ = [
     "FusionExecutor",
     "Piece",
     "Transform",
+    "before_split",
     "compile_data_and_stats",
     "get_executor",
     "installed_versions",
@@ -200,6 +201,21 @@ def _nvfuser_impl() -> Any:
             importlib.import_module(_NVFUSER_IMPL)
         mend_nvfuser()
     return sys.modules[_NVFUSER_IMPL]
+
+
+@contextlib.contextmanager
+def before_split(seen: Callable[[Any], None]) -> Iterator[None]:
+    """Calls ``seen`` with each joint trace that Thunder splits into forward and backward while the context is open."""
+    from thunder.transforms import autodiff
+
+    split = autodiff.split_into_forward_and_backward
+
+    def see_and_split(trace: Any) -> Any:
+        seen(trace)
+        return split(trace)
+
+    with replaced(autodiff, "split_into_forward_and_backward", see_and_split):
+        yield
 
 
 @contextlib.contextmanager

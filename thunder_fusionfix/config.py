@@ -6,6 +6,7 @@ An option is given to `FusionFixTransform` by its name, or to Thunder as a compi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -21,6 +22,12 @@ class FusionFixConfig:
 
     unfuse_layouts: bool = True  # layout ops leave fusion regions
     share_fusions: bool = True  # equal fusion regions compile once
+    fold_matmuls: bool = True  # entry: linear layers and matmuls of an N-D tensor choose their kernel at run time
+    claim_layouts: bool = True  # entry: layouts that a fusion would only carry stay out of it
+    recompute_cheap: bool = True  # entry: saved tensors that cheap ops make again are not saved
+    recompute_min_bytes: int = 2**20  # entry: smaller tensors are saved; one more kernel costs more than they do
+    memory_budget: str | int | None = None  # entry: true peak to stay below, "32GB" or bytes; None: no more than pays
+    entry_fuel: int | None = None  # entry: at most this many rewrites; None: no limit
     verify: bool = True  # check every rewrite; a failure keeps the input trace
     strict: bool = False  # raise on a failed check instead of keeping the input trace with a warning; for tests
     debug_execute: bool = False  # run old and new region bodies on small random CPU tensors and compare
@@ -41,6 +48,30 @@ class FusionFixConfig:
             check_option(name, value)
         return cls(**options)
 
+    @property
+    def memory_budget_bytes(self) -> int | None:
+        """`memory_budget` in bytes."""
+        return None if self.memory_budget is None else parse_bytes(self.memory_budget)
+
+
+def parse_bytes(size: str | int) -> int:
+    """Bytes of "32GB", "1.5GiB", "200 MB" or a number of bytes.
+
+    >>> parse_bytes("32GB"), parse_bytes("1.5 GiB"), parse_bytes(1024)
+    (32000000000, 1610612736, 1024)
+
+    Raises:
+        ValueError: the text is no size, or the size is not above 0.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?\s*", str(size))
+    if match is None or isinstance(size, bool):
+        raise ValueError(f"{size!r} is no size: write 32GB, 31.5GiB, 800MB or a number of bytes")
+    number, prefix, binary = match.groups()
+    nbytes = int(float(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " "))
+    if nbytes <= 0:
+        raise ValueError(f"{size!r} is no size above 0")
+    return nbytes
+
 
 def option_names() -> dict[str, str]:
     """Every option's name with a word on it, for Thunder's listing of compile options."""
@@ -49,8 +80,21 @@ def option_names() -> dict[str, str]:
 
 def check_option(name: str, value: Any) -> None:
     """Raises `UsageError` where ``value`` is not legal for the option ``name``."""
-    if name == "fuel":
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-            raise UsageError(f"fusionfix option fuel={value!r}: a number of rewrites >= 0, or None for no limit")
+    if name in ("fuel", "entry_fuel"):
+        if value is not None and not _is_count(value):
+            raise UsageError(f"fusionfix option {name}={value!r}: a number of rewrites >= 0, or None for no limit")
+    elif name == "recompute_min_bytes":
+        if not _is_count(value):
+            raise UsageError(f"fusionfix option {name}={value!r}: a number of bytes >= 0")
+    elif name == "memory_budget":
+        try:
+            if value is not None:
+                parse_bytes(value)
+        except ValueError as error:
+            raise UsageError(f"fusionfix option {name}: {error}") from error
     elif not isinstance(value, bool):
         raise UsageError(f"fusionfix option {name}={value!r}: True or False")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -236,3 +236,16 @@ class JointPlan:
     @property
     def is_empty(self) -> bool:
         return not (self.inserts or self.renamed or self.exports or self.claims)
+
+
+@dataclass(frozen=True, slots=True)
+class JointReport:
+    """What the entry did to one trace."""
+
+    stage: str  # "joint", or "inference" where nothing requires a gradient
+    saved_before_bytes: int  # what the later executors would save, by a dry run
+    saved_after_bytes: int  # the same after the plan, by its own estimate
+    decisions: tuple[Decision, ...]
+    seconds: float  # wall time, the dry run included
+    dry_run_seconds: float
+    kept_input: str | None = None  # why the input trace was kept although there was a plan

@@ -301,7 +301,7 @@ def layout_of(op: Op, values: Mapping[str, Value]) -> Layout | None:
     name, before, after = short_name(op.id), values.get(source), values.get(op.outputs[0])
     if before is None or after is None or before.shape is None or after.shape is None:
         return None
-    if name in ("shallow_copy", "detach", "alias"):
+    if name in ("shallow_copy", "detach", "alias", "fusionfix_after"):
         return Same()
     if name in ("transpose", "permute"):
         dims = _permutation(op, name, len(before.shape))

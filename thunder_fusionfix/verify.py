@@ -339,7 +339,9 @@ def _changes_ops(pair: Pair) -> Iterator[Fault]:
     left = Counter(key(op, pair.new_id) for _, op in before)
     known = set(left)
     for pos, op in after:
-        if left[key(op, pair.new_id)]:
+        # a clone under names of its own must not stand for its original, which may come later
+        is_clone = bool(op.outputs) and not any(name in pair.before.values for name in op.outputs)
+        if left[key(op, pair.new_id)] and not is_clone:
             left[key(op, pair.new_id)] -= 1
         elif not _is_admitted_clone(op, key(op, pair.new_id) in known, allow):
             yield Fault(pos, f"{_line(op, pair.new_id)} is new", op.outputs)

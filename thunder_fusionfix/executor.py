@@ -1,0 +1,206 @@
+"""The executor-list entry "fusionfix": the adapter by which Thunder calls the joint passes and the folding matmuls.
+
+    executors=("sdpa", "torchcompile_cat", "fusionfix", "nvfuser")
+
+Importing this module registers `fusionfix_ex` under the name "fusionfix". It is two things to Thunder. As an operator executor it
+runs linear layers and matmuls of an N-D tensor with a 2-D one (`passes.fold_matmuls`). As a fusion executor it sees the joint
+trace before every fusion executor that stands after it, claims no region, and hands on a trace that saves less
+(`passes.recompute_cheap`) and holds better candidates for fusion (`passes.claim_layouts`).
+
+Options are Thunder compile options with the prefix ``fusionfix_``. ``FUSIONFIX_OPTIMIZATION_FUEL`` in the environment, the option
+``fusionfix_entry_fuel`` or `set_fuel` bounds the rewrites of joint traces, so that a wrong result can be bisected.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import torch
+
+from thunder_fusionfix._thunder import (
+    FUEL_LEVEL,
+    BoundSymbol,
+    FusionExecutor,
+    OperatorExecutor,
+    PrimIDs,
+    TensorProxy,
+    TraceCtx,
+    get_compile_data,
+    get_compile_option,
+    ltorch,
+    prims,
+    register_executor,
+)
+from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
+from thunder_fusionfix.joint import JointReport
+from thunder_fusionfix.joint_pipeline import Entry, fix_joint
+from thunder_fusionfix.passes import fold_matmuls
+from thunder_fusionfix.passes.fold_matmuls import COPY_LIMIT, fusionfix_linear, fusionfix_matmul
+
+NAME = "fusionfix"
+FUEL_VARIABLE = "FUSIONFIX_OPTIMIZATION_FUEL"
+
+
+class FusionFixExecutor(OperatorExecutor, FusionExecutor):
+    """Claims folding matmuls one by one, and rewrites joint traces; see the module."""
+
+    def __init__(self) -> None:
+        super().__init__(NAME)
+        self.reports: list[JointReport] = []  # one for each trace that was looked at, in the order of compilation
+        self._fuel: int | FUEL_LEVEL = FUEL_LEVEL.UNLIMITED
+        if fuel := os.getenv(FUEL_VARIABLE):
+            self.set_fuel(int(fuel))
+
+    def can_fuse(self, bsym: BoundSymbol) -> bool:
+        """False: no region is ever ours. (The base class would claim what consists of claimed ops.)"""
+        return False
+
+    def get_fuel(self, amount: int = 1, /) -> bool:
+        """True where ``amount`` more rewrites may be made; takes them."""
+        if isinstance(self._fuel, FUEL_LEVEL):
+            return True
+        if self._fuel < amount:
+            return False
+        self._fuel -= amount
+        return True
+
+    def set_fuel(self, value: int | FUEL_LEVEL) -> None:
+        """Bounds the rewrites of joint traces from now on.
+
+        Raises:
+            ValueError: for a negative number.
+        """
+        if not isinstance(value, FUEL_LEVEL) and value < 0:
+            raise ValueError(f"{NAME}: optimization fuel must be >= 0, not {value}")
+        self._fuel = value
+
+    def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        config = current_config()
+        executors = _executors()
+        _warn_of_order(executors)
+        fixed, report = fix_joint(trace, Entry(config, _later(executors), after, self._rewrites(config)))
+        self.get_fuel(sum(decision.applied for decision in report.decisions if decision.pass_name != fold_matmuls.NAME))
+        self.reports.append(report)
+        return fixed
+
+    def _rewrites(self, config: FusionFixConfig) -> int | None:
+        bounds = [fuel for fuel in (config.entry_fuel, self._fuel) if isinstance(fuel, int)]
+        return min(bounds) if bounds else None
+
+
+def current_config() -> FusionFixConfig:
+    """The options that the user gave to the compile that runs now."""
+    given = {name: get_compile_option(PREFIX + name, f"thunder_fusionfix: {text}") for name, text in option_names().items()}
+    return FusionFixConfig.from_options({name: value for name, value in given.items() if value is not None})
+
+
+# ---------------------------------------------------------------- the list that we stand in
+
+
+def _executors() -> tuple[Any, ...]:
+    compile_data = get_compile_data()
+    return tuple(compile_data.executors_list) if compile_data is not None else ()
+
+
+def _later(executors: tuple[Any, ...]) -> tuple[FusionExecutor, ...]:
+    """Fusion executors after ours."""
+    ours = executors.index(fusionfix_ex) if fusionfix_ex in executors else len(executors)
+    return tuple(executor for executor in executors[ours + 1 :] if isinstance(executor, FusionExecutor))
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_order(executors: tuple[Any, ...]) -> None:
+    """Says what is lost where the entry stands in the wrong place of the list."""
+    if fusionfix_ex not in executors:
+        return
+    ours = executors.index(fusionfix_ex)
+    for executor in executors[:ours]:
+        if executor.name == "nvfuser":
+            _warn_once(
+                f'"{NAME}" stands after "nvfuser" in the executor list: its layouts are fused already. Matmuls fold all the '
+                f'same; put "{NAME}" before "nvfuser" for the rest'
+            )
+    for executor in executors[ours + 1 :]:
+        if any(executor.get_grad_transform(symbol) for symbol in (prims.linear, ltorch.linear, prims.matmul, ltorch.matmul)):
+            _warn_once(
+                f'executor "{executor.name}" has a gradient rule of its own for linear layers and stands after "{NAME}", which '
+                f'may take them first: put "{executor.name}" before "{NAME}"'
+            )
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(f"thunder_fusionfix: {message}", stacklevel=4)
+
+
+# ---------------------------------------------------------------- operators
+
+
+def _linear_meta(x: TensorProxy, w: TensorProxy, bias: TensorProxy | None, copy_limit: int) -> TensorProxy:
+    return TensorProxy(like=x, shape=(*x.shape[:-1], w.shape[0]))
+
+
+def _matmul_meta(a: TensorProxy, b: TensorProxy, copy_limit: int) -> TensorProxy:
+    return TensorProxy(like=a, shape=(*(a if a.ndim > b.ndim else b).shape[:-2], a.shape[-2], b.shape[-1]))
+
+
+def _after_meta(tensor: TensorProxy, token: TensorProxy) -> TensorProxy:
+    return TensorProxy(like=tensor)
+
+
+def _after(tensor: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+fusionfix_ex = FusionFixExecutor()
+register_executor(fusionfix_ex)
+
+# Without sub-symbols, which nvFuser would look through: a claim must hold against executors that come later.
+_linear = fusionfix_ex.register_operator(
+    fold_matmuls.LINEAR, meta=_linear_meta, fn=fusionfix_linear, tags=prims.linear.tags
+)
+_matmul = fusionfix_ex.register_operator(
+    fold_matmuls.MATMUL, meta=_matmul_meta, fn=fusionfix_matmul, tags=prims.matmul.tags
+)
+after = fusionfix_ex.register_operator("fusionfix_after", meta=_after_meta, fn=_after)
+
+
+def _folds() -> bool:
+    return current_config().fold_matmuls
+
+
+def _is_plain(tensor: Any, *ndims: int) -> bool:
+    """True for a tensor of an ordinary kind with one of ``ndims`` dims; 3 stands for three or more."""
+    return type(tensor) is TensorProxy and min(tensor.ndim, 3) in ndims
+
+
+def _can_linear(x: Any, w: Any, bias: Any = None) -> bool:
+    return _is_plain(x, 3) and _is_plain(w, 2) and (bias is None or type(bias) is TensorProxy) and _folds()
+
+
+def _can_matmul(a: Any, b: Any) -> bool:
+    return _is_plain(a, 2, 3) and _is_plain(b, 2, 3) and (a.ndim == 2) != (b.ndim == 2) and _folds()
+
+
+def _copy_limit() -> int:
+    """Bytes that a fold may copy: none where the user asked for memory."""
+    return COPY_LIMIT if current_config().memory_budget is None else 0
+
+
+def _run_linear(x: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) -> TensorProxy:
+    return _linear(x, w, bias, _copy_limit())
+
+
+def _run_matmul(a: TensorProxy, b: TensorProxy) -> TensorProxy:
+    return _matmul(a, b, _copy_limit())
+
+
+for _id in (PrimIDs.LINEAR, ltorch.linear.id):
+    fusionfix_ex.register_implementation(_id, checker=_can_linear, execution_transform=_run_linear)
+for _id in (PrimIDs.MATMUL, ltorch.matmul.id):
+    fusionfix_ex.register_implementation(_id, checker=_can_matmul, execution_transform=_run_matmul)

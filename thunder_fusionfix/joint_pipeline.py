@@ -1,0 +1,154 @@
+"""Runs the joint passes over one trace: read, dry-run the later executors, plan, apply, verify; or keep the input.
+
+    TraceCtx --read--> Graph --passes--> JointPlan --edit_joint--> TraceCtx' --read--> Graph' --verify--> kept
+       \\--copy, later fusion passes--> TraceCtx --read--> Graph of what would be saved
+
+The dry run happens at most once per compile. A failure of ours costs the user one warning and a lost optimisation, never a step.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from thunder_fusionfix._thunder import FusionExecutor, TraceCtx, untested_versions, warn_untested_versions
+from thunder_fusionfix.config import FusionFixConfig
+from thunder_fusionfix.edit_joint import apply_joint_plan, copied, fusible_sites
+from thunder_fusionfix.effects import short_name
+from thunder_fusionfix.errors import FusionFixError, VerifyError
+from thunder_fusionfix.joint import Clone, JointFacts, JointPlan, JointReport, op_at, split
+from thunder_fusionfix.model import Decision, Graph
+from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
+from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
+from thunder_fusionfix.passes.recompute_cheap import plan_recompute_cheap
+from thunder_fusionfix.read import read
+from thunder_fusionfix.verify import Allow, verify
+
+_warned: set[str] = set()  # messages that this process has shown
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the executor entry is in one compile."""
+
+    config: FusionFixConfig
+    later: tuple[FusionExecutor, ...]  # fusion executors that see the trace after us, in order
+    after: Callable[[Any, Any], Any]  # the symbol of an `Anchor`
+    fuel: int | None = None  # rewrites that may yet be made
+
+
+def fix_joint(trace: TraceCtx, entry: Entry) -> tuple[TraceCtx, JointReport]:
+    """The trace to hand on and what was done; ``trace`` itself where nothing was.
+
+    Raises:
+        FusionFixError: with ``config.strict`` only, where a check failed.
+    """
+    started = time.perf_counter()
+    try:
+        if untested_versions() and not entry.config.untested_versions:
+            warn_untested_versions()
+            return trace, _nothing("inference", started, "versions that were not tested")
+        return _fix(trace, entry, started)
+    except Exception as error:  # whatever it is, the user's step goes on with the trace that Thunder made
+        if entry.config.strict:
+            raise error if isinstance(error, FusionFixError) else FusionFixError(f"{type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        _warn_once(f"thunder_fusionfix left a joint trace as it is: {reason}")
+        return trace, _nothing("joint", started, reason)
+
+
+def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, JointReport]:
+    graph = read(trace)
+    folds = plan_fold_matmuls(graph)
+    if graph.stage != "joint":
+        return trace, replace(_nothing(graph.stage, started, None), decisions=folds)
+    dry_started = time.perf_counter()
+    facts = JointFacts(graph, *_dry_run(trace, graph, entry.later))
+    dry_run_seconds = time.perf_counter() - dry_started
+
+    plan = _plan(facts, entry)
+    saved = facts.saved_bytes
+    new_trace, kept_input = trace, None
+    if not plan.is_empty:
+        applied = sum(decision.applied for decision in plan.decisions)
+        new_trace = apply_joint_plan(trace, plan, entry.after, f"thunder_fusionfix entry ({applied} rewrites)")
+        kept_input = _why_not(facts, plan, read(new_trace), entry.config)
+    decisions = plan.decisions
+    if kept_input is not None:
+        new_trace = trace
+        decisions = tuple(replace(one, applied=False, reason=f"undone: {kept_input}") for one in decisions)
+    won = sum(decision.bytes_won for decision in decisions if decision.applied)
+    seconds = time.perf_counter() - started
+    report = JointReport("joint", saved, saved - won, folds + decisions, seconds, dry_run_seconds, kept_input)
+    return new_trace, report
+
+
+def _dry_run(trace: TraceCtx, graph: Graph, later: Sequence[FusionExecutor]) -> tuple[Graph, frozenset]:
+    """The Graph that the later executors would make of ``trace``, and the sites that one of them would take."""
+    if not later:
+        return graph, frozenset()
+    fusible = fusible_sites(trace, lambda bsym: any(executor.can_fuse(bsym) for executor in later))
+    fused = copied(trace)
+    for executor in later:
+        fuel = getattr(executor, "_optimization_fuel", None)  # nvFuser's: a dry run burns none
+        fused = executor.fusion_pass(fused)
+        if fuel is not None:
+            executor._optimization_fuel = fuel
+    return read(fused), fusible
+
+
+def _plan(facts: JointFacts, entry: Entry) -> JointPlan:
+    """What both joint passes want; the layouts that one rebuilds are not the other's to claim."""
+    config, fuel = entry.config, entry.fuel
+    plan = plan_recompute_cheap(facts, config, fuel) if config.recompute_cheap else JointPlan()
+    if config.claim_layouts:
+        left = None if fuel is None else fuel - sum(decision.applied for decision in plan.decisions)
+        claimed = plan_claim_layouts(facts, plan, left)
+        plan = replace(
+            plan,
+            inserts=plan.inserts + claimed.inserts,
+            claims=claimed.claims,
+            decisions=plan.decisions + claimed.decisions,
+        )
+    return plan
+
+
+def _why_not(facts: JointFacts, plan: JointPlan, new: Graph, config: FusionFixConfig) -> str | None:
+    """Why the new trace is not kept: a broken rule, or tensors that would be saved in addition."""
+    try:
+        if config.verify:
+            verify(facts.joint, new, _allowed(facts, plan, new))
+        missing = set(split(new).saved) - facts.before.available - set(new.values).difference(facts.joint.values)
+        if missing:
+            raise VerifyError(f"joint trace: {', '.join(sorted(missing))} would be saved, which ran backward before")
+    except Exception as error:
+        if config.strict:
+            raise
+        _warn_once(f"thunder_fusionfix: the entry's plan was undone, the trace is as it was ({error})")
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _allowed(facts: JointFacts, plan: JointPlan, new: Graph) -> Allow:
+    """What the plan admits to have changed."""
+    clones = frozenset(name for name in new.values if name not in facts.joint.values)
+    claimed = tuple(
+        (facts.joint.ops[pos].id, op.id)
+        for pos in plan.claims
+        for op in new.ops
+        if op.outputs == facts.joint.ops[pos].outputs
+    )
+    return Allow(may_reorder=True, may_rewrite_regions=True, may_clone=clones, may_replace=claimed)
+
+
+def _nothing(stage: str, started: float, why: str | None) -> JointReport:
+    return JointReport(stage, 0, 0, (), time.perf_counter() - started, 0.0, why)
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=5)

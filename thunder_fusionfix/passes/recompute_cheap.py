@@ -1,0 +1,457 @@
+"""Tensors that need not be saved for the backward, because cheap ops make them again from what is saved anyway.
+
+Thunder's own rematerialization looks at pairs of fusions; a value that a matmul takes in both halves (the input of a layer's
+down projection, of its q, k and v projections, expanded keys and values) is saved although its factors are saved too. A minimum
+cut says which values to save instead; each value that is dropped is made anew next to the backward ops that take it.
+
+    before                                             after
+    t9 = mul(silu(t7), t8)      # forward              t9 = mul(silu(t7), t8)
+    t10 = linear(t9, w)                                t10 = linear(t9, w)
+    ...                                                ...
+    t21 = matmul(t20, w)        # backward             t21 = matmul(t20, w)
+    t22 = matmul(t20.mT, t9)    # t9 is saved          t7b = after(t7, t21)
+                                                       t9b = mul(silu(t7b), t8)
+                                                       t22 = matmul(t20.mT, t9b)
+
+Why `after`: a fusion pass that goes by dataflow runs everything as soon as it can, and what is made from saved tensors alone can
+run at the start of the backward, for all layers at once, in one merged region. `after` is the tensor itself, but it waits for
+a gradient that the consumer's neighbourhood makes. It also keeps nvFuser's CSE from merging the clone with its original.
+
+Stage: joint (executor entry), before the later fusion executors. Needs: a dry run of them, which says what they save. Keeps: the
+forward, every random op, in-place update, matmul and reduction. Changes: what is saved, and when cheap ops run.
+
+Never from storage that the trace writes anywhere, never past Thunder's checkpoint tags, never through an op without a row in
+`effects`. A dropped tensor must free more than making it again costs: `MAX_TRAFFIC`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from thunder_fusionfix.alias import Sharing
+from thunder_fusionfix.config import FusionFixConfig
+from thunder_fusionfix.effects import Kind
+from thunder_fusionfix.joint import (
+    BACKWARD,
+    FIXED,
+    GET_GRAD,
+    RECOMPUTED,
+    Anchor,
+    Clone,
+    Insert,
+    JointFacts,
+    JointPlan,
+    Moved,
+    Site,
+    effects_of,
+    is_layout_chain,
+    op_at,
+)
+from thunder_fusionfix.effects import short_name
+from thunder_fusionfix.mincut import INFINITE, min_cut
+from thunder_fusionfix.model import RETURN, Decision, Op
+
+NAME = "recompute_cheap"
+
+NEW_SAVE = 1.25
+"""Price of a byte that would be saved instead of others, beside 1 for a byte that may be dropped: no change for a small gain."""
+
+MAX_TRAFFIC = 4.0
+"""Bytes that a rebuild may move for each byte that it frees. A product of two saved tensors moves 3, an expanded key 1.3."""
+
+MAX_CHAIN = 64
+"""Ops that one rebuild may take."""
+
+SPAN = 8
+"""Uses of a rebuilt tensor that lie within this many kernels share one rebuild; the three projections of a layer are six."""
+
+
+@dataclass(frozen=True, slots=True)
+class Uses:
+    """Backward ops that take a dropped tensor and share one rebuild."""
+
+    consumers: tuple[int, ...]  # positions that take the tensor itself
+    first: int  # position of the first op that cannot run before its gradient is there
+
+
+@dataclass(frozen=True, slots=True)
+class Rebuild:
+    """How one dropped tensor is made again."""
+
+    name: str
+    chain: tuple[Site, ...]  # ops to repeat, in order
+    sources: tuple[str, ...]  # saved values that they start from
+    uses: tuple[Uses, ...]
+    freed_bytes: int
+    traffic_bytes: int  # what all its rebuilds read and write
+
+
+def plan_recompute_cheap(facts: JointFacts, config: FusionFixConfig, fuel: int | None = None) -> JointPlan:
+    """Which saved tensors to drop and where to make them again; at most ``fuel`` of them."""
+    search = _Search(facts, config.recompute_min_bytes)
+    rebuilds, refused = search.run()
+    if fuel is not None:
+        rebuilds = rebuilds[:fuel]
+    plan = _Writer(facts, search).write(rebuilds) if rebuilds else JointPlan()
+    decisions = [_applied(facts, rebuild) for rebuild in rebuilds] + [_refused(facts, *item) for item in refused]
+    return JointPlan(plan.inserts, plan.renamed, plan.exports, decisions=tuple(decisions))
+
+
+# ---------------------------------------------------------------- what may be done
+
+
+@dataclass
+class _Search:
+    """Finds the tensors that need not be saved."""
+
+    facts: JointFacts
+    min_bytes: int
+    kept: dict[str, str] = field(default_factory=dict)  # tensors that stay saved, and why
+
+    def run(self) -> tuple[list[Rebuild], list[tuple[str, str]]]:
+        """The rebuilds, largest first, and the tensors that stay saved although cheap ops could make them."""
+        while True:
+            rebuilds = self.propose()
+            too_dear = [rebuild for rebuild in rebuilds if not self.pays(rebuild)]
+            if not too_dear:
+                break
+        rebuilds.sort(key=lambda rebuild: (-rebuild.freed_bytes, rebuild.name))
+        return rebuilds, list(self.kept.items())
+
+    def pays(self, rebuild: Rebuild) -> bool:
+        """Whether ``rebuild`` frees enough for what it costs; notes why not."""
+        if not rebuild.uses:
+            self.kept[rebuild.name] = "no place in the backward where it could be made again"
+        elif len(rebuild.chain) > MAX_CHAIN:
+            self.kept[rebuild.name] = f"takes {len(rebuild.chain)} ops to make again"
+        elif rebuild.traffic_bytes > MAX_TRAFFIC * rebuild.freed_bytes:
+            self.kept[rebuild.name] = (
+                f"making it again moves {rebuild.traffic_bytes} bytes for {rebuild.freed_bytes} that it frees"
+            )
+        return rebuild.name not in self.kept
+
+    def propose(self) -> list[Rebuild]:
+        """What a minimum cut drops, given what is ``kept``."""
+        wanted = [name for name in self.candidates if name not in self.kept]
+        made_from: dict[str, tuple[str, ...]] = {}
+        prices: dict[str, int] = {}
+        stack = list(wanted)
+        while stack:
+            name = stack.pop()
+            if name in prices or name in made_from:
+                continue
+            price = self.price(name)
+            if price < INFINITE:
+                prices[name] = price
+            if price > 0 and self.can_repeat(name):
+                made_from[name] = self.inputs_of(name)
+                stack += made_from[name]
+        cut = min_cut(prices, made_from, wanted)
+        if cut is None:
+            return []
+        dropped = [name for name in wanted if name not in cut]
+        return [self.rebuild(name, cut) for name in dropped]
+
+    # ------------------------------------------------ facts about values
+
+    @cached_property
+    def candidates(self) -> tuple[str, ...]:
+        """Saved tensors that the backward takes as they are and that cheap ops could make again."""
+        taken = set(self.facts.before.saved)
+        return tuple(
+            name
+            for name in self.facts.after.saved
+            if name in taken and self.own_bytes(name) >= max(1, self.min_bytes) and self.can_repeat(name)
+        )
+
+    @cached_property
+    def saved(self) -> frozenset[str]:
+        return frozenset(self.facts.after.saved)
+
+    @cached_property
+    def forward(self) -> frozenset[int]:
+        return frozenset(self.facts.before.forward)
+
+    def own_bytes(self, name: str) -> int:
+        """Bytes that saving ``name`` costs: none where other saved values have its memory, or may have it."""
+        shared = self.facts.fused_aliases
+        if name not in shared.storage_of:
+            return 0
+        storage = shared.storages[shared.storage_of[name]]
+        if storage.is_outside or any(other != name and other in self.saved for other in storage.names):
+            return 0
+        return storage.nbytes or 0
+
+    def price(self, name: str) -> int:
+        """Price of saving ``name``: 0 for what is saved anyway, `INFINITE` for what may not be saved."""
+        value = self.facts.joint.values[name]
+        if name in self.saved:
+            return self.own_bytes(name) if name in self.candidates and name not in self.kept else 0
+        if name in self.facts.joint.args or value.kind != "tensor":
+            return INFINITE  # an argument that is not saved today may be changed by the user before the backward
+        site = self.facts.producer[name]
+        if site.pos not in self.forward or RECOMPUTED in op_at(self.facts.joint, site).tags or self.is_written(name):
+            return INFINITE
+        storage = self.facts.aliases.storage_of.get(name)
+        nbytes = self.facts.aliases.storages[storage].nbytes if storage is not None else value.nbytes
+        return INFINITE if nbytes is None else int(nbytes * NEW_SAVE) + 1
+
+    def is_written(self, name: str) -> bool:
+        """True where the trace may write to the memory of ``name``."""
+        shared = self.facts.aliases
+        return name in shared.storage_of and shared.is_written(name)
+
+    def can_repeat(self, name: str) -> bool:
+        """True where the op that gives ``name`` may run again, with the same result, for little."""
+        site = self.facts.producer.get(name)
+        if site is None or site.pos not in self.forward:
+            return False
+        op = op_at(self.facts.joint, site)
+        if op.tags & FIXED or not op.inputs or op.is_fusion:
+            return False
+        if not all(effect.is_pure and effect.cheap for effect in effects_of(op)):
+            return False
+        return not any(self.is_written(other) for other in (*op.inputs, *op.outputs))
+
+    def inputs_of(self, name: str) -> tuple[str, ...]:
+        return op_at(self.facts.joint, self.facts.producer[name]).inputs
+
+    # ------------------------------------------------ one rebuild
+
+    def rebuild(self, name: str, cut: frozenset[str]) -> Rebuild:
+        chain: dict[Site, None] = {}
+        sources: dict[str, None] = {}
+        self.walk(name, cut, chain, sources)
+        order = tuple(sorted(chain))
+        uses = tuple(self.uses(name, order))
+        freed = self.own_bytes(name) - sum(
+            self.price(source) for source in sources if source not in self.saved and source in cut
+        )
+        return Rebuild(name, order, tuple(sources), uses, freed, self.traffic(name, order, tuple(sources), uses))
+
+    def walk(self, name: str, cut: frozenset[str], chain: dict[Site, None], sources: dict[str, None]) -> None:
+        """Collects the ops that make ``name`` from ``cut``, and the values of ``cut`` that they take."""
+        stack = [name]
+        while stack:
+            current = stack.pop()
+            if current in cut or not self.can_repeat(current) or (current != name and self.price(current) == 0):
+                sources[current] = None
+                continue
+            site = self.facts.producer[current]
+            if site not in chain:
+                chain[site] = None
+                stack += op_at(self.facts.joint, site).inputs
+
+    def traffic(self, name: str, chain: Sequence[Site], sources: Sequence[str], uses: Sequence[Uses]) -> int:
+        """Bytes that all rebuilds of ``name`` move, more than reading it would."""
+        nbytes = self.facts.joint.values[name].nbytes or 0
+        if all(site in self.facts.fusible for site in chain):
+            read = sum(self.bytes_of(source) for source in sources)
+            return sum(read + (nbytes if self.is_written_out(use) else -nbytes) for use in uses)
+        moved = 0
+        for site in chain:
+            op = op_at(self.facts.joint, site)
+            if not is_layout_chain(op):
+                moved += sum(self.bytes_of(other) for other in (*op.inputs, *op.outputs))
+        return moved * len(uses)
+
+    def is_written_out(self, use: Uses) -> bool:
+        """True where a consumer is no part of a fusion, so that the tensor must exist."""
+        return not all(self.facts.is_fusible(pos) for pos in use.consumers) or any(
+            is_layout_chain(self.facts.joint.ops[pos]) for pos in use.consumers
+        )
+
+    def bytes_of(self, name: str) -> int:
+        """Bytes that reading or writing ``name`` moves: what its storage takes, where it is known to repeat elements."""
+        shared = self.facts.aliases
+        nbytes = self.facts.joint.values[name].nbytes or 0
+        if name in shared.storage_of:
+            nbytes = min(nbytes, shared.storages[shared.storage_of[name]].nbytes or nbytes)
+        return nbytes
+
+    # ------------------------------------------------ where it is used
+
+    def uses(self, name: str, chain: Sequence[Site]) -> Iterator[Uses]:
+        """The backward ops that take ``name``, in groups that share one rebuild."""
+        firsts = sorted((self.first_use(pos), pos) for pos in self.facts.joint.consumers[name] if pos in self.backward)
+        span = 0 if all(is_layout_chain(op_at(self.facts.joint, site)) for site in chain) else SPAN
+        group: list[int] = []
+        start = -1
+        for first, pos in firsts:
+            if group and self.kernels_before[first] - self.kernels_before[start] > span:
+                yield Uses(tuple(group), start)
+                group = []
+            if not group:
+                start = first
+            group.append(pos)
+        if group:
+            yield Uses(tuple(group), start)
+
+    @cached_property
+    def backward(self) -> frozenset[int]:
+        return frozenset(self.facts.before.backward)
+
+    @cached_property
+    def kernels_before(self) -> tuple[int, ...]:
+        """Backward ops before each position that a fusion does not take and that are no layouts."""
+        counts, count = [], 0
+        for pos in range(len(self.facts.joint.ops)):
+            counts.append(count)
+            count += self.is_kernel(pos)
+        return tuple(counts)
+
+    def is_kernel(self, pos: int) -> bool:
+        op = self.facts.joint.ops[pos]
+        if pos not in self.backward or self.facts.is_fusible(pos):
+            return False
+        return not is_layout_chain(op) and all(effect.kind is not Kind.BOOKKEEPING for effect in effects_of(op))
+
+    @cached_property
+    def early(self) -> frozenset[int]:
+        """Backward ops that need no gradient: cheap ops on forward values, which may run next to their consumers as well."""
+        found: set[int] = set()
+        made: set[str] = set()
+        for pos, op in enumerate(self.facts.joint.ops):
+            if pos not in self.backward or op.is_fusion or op.tags & FIXED:
+                continue
+            if not all(effect.is_pure and (effect.cheap or self.facts.is_fusible(pos)) for effect in effects_of(op)):
+                continue
+            if all(name in self.facts.before.available or name in made for name in op.inputs):
+                if not any(self.is_written(name) for name in (*op.inputs, *op.outputs)):
+                    found.add(pos)
+                    made.update(op.outputs)
+        return frozenset(found)
+
+    def first_use(self, pos: int) -> int:
+        """Position of the first op that waits for a gradient and needs what the op at ``pos`` gives; ``pos`` if it waits."""
+        return self.first_uses.get(pos, pos)
+
+    @cached_property
+    def first_uses(self) -> Mapping[int, int]:
+        """For each early op, the first op that waits for a gradient and takes its result, through other early ops."""
+        firsts: dict[int, int] = {}
+        consumers = self.facts.joint.consumers
+        for pos in sorted(self.early, reverse=True):
+            users = {user for name in self.facts.joint.ops[pos].outputs for user in consumers.get(name, ()) if user != pos}
+            firsts[pos] = min((firsts.get(user, user) for user in users), default=pos)
+        return firsts
+
+
+# ---------------------------------------------------------------- the plan
+
+
+@dataclass
+class _Writer:
+    """Turns rebuilds into edits."""
+
+    facts: JointFacts
+    search: _Search
+    inserts: list[Insert] = field(default_factory=list)
+    renamed: dict[int, dict[str, str]] = field(default_factory=dict)
+    exports: dict[tuple[int, str], None] = field(default_factory=dict)
+    made: dict[tuple[int, str], str] = field(default_factory=dict)  # (place, value) to its clone
+    moving: set[int] = field(default_factory=set)
+
+    def write(self, rebuilds: Iterable[Rebuild]) -> JointPlan:
+        for rebuild in rebuilds:
+            for source in rebuild.sources:
+                self.export(source)
+            for use in rebuild.uses:
+                self.place(rebuild, use)
+        moved = [Insert(self.target(pos), Moved(pos)) for pos in sorted(self.moving)]
+        renamed = tuple((pos, tuple(names.items())) for pos, names in sorted(self.renamed.items()))
+        return JointPlan(tuple(self.inserts + moved), renamed, tuple(self.exports))
+
+    def export(self, source: str) -> None:
+        """Makes a region give ``source`` where so far it only computes it."""
+        site = self.facts.producer.get(source)
+        if site is None or source in self.facts.joint.args or site.sub < 0:
+            return
+        if source not in self.facts.joint.producer:
+            self.exports[site.pos, source] = None
+
+    def place(self, rebuild: Rebuild, use: Uses) -> None:
+        token_pos, token = self.token(use.first)
+        known = [self.facts.producer[source].pos for source in rebuild.sources if source in self.facts.producer]
+        place = max([token_pos, *known]) + 1
+        anchored = self.anchored(rebuild, token)
+        for source in anchored:
+            if (place, source) not in self.made:
+                self.made[place, source] = output = self.fresh(source, place)
+                self.inserts.append(Insert(place, Anchor(source, token, output)))  # type: ignore[arg-type]
+        for site in rebuild.chain:
+            self.clone(site, place)
+        for pos in use.consumers:
+            self.renamed.setdefault(pos, {})[rebuild.name] = self.made[place, rebuild.name]
+            self.move(pos, place)
+
+    def clone(self, site: Site, place: int) -> None:
+        op = op_at(self.facts.joint, site)
+        if all((place, name) in self.made for name in op.outputs):
+            return
+        names = {name: self.made[place, name] for name in op.inputs if (place, name) in self.made}
+        for name in op.outputs:
+            names[name] = self.made[place, name] = self.fresh(name, place)
+        self.inserts.append(Insert(place, Clone(site, tuple(names.items()))))
+
+    def fresh(self, name: str, place: int) -> str:
+        return f"{name}%{place}"
+
+    def move(self, pos: int, place: int) -> None:
+        """Takes ``pos``, and the early ops that need it, behind ``place``."""
+        if pos >= place or pos in self.moving:
+            return
+        self.moving.add(pos)
+        for name in self.facts.joint.ops[pos].outputs:
+            for user in self.facts.joint.consumers.get(name, ()):
+                if user in self.search.early:
+                    self.move(user, place)
+
+    def target(self, pos: int) -> int:
+        """Where a moved op goes: before the first of its consumers that stays."""
+        return self.search.first_use(pos)
+
+    def token(self, first: int) -> tuple[int, str | None]:
+        """The last result before ``first`` that a kernel of the backward gives: position and name."""
+        ops = self.facts.joint.ops
+        fallback: tuple[int, str | None] = (-1, None)
+        for pos in range(first - 1, -1, -1):
+            given = self.tensors(ops[pos])
+            if not given:
+                continue
+            if self.search.is_kernel(pos) or (ops[pos].is_fusion and pos in self.search.backward):
+                return pos, given[0]
+            if fallback[1] is None and short_name(ops[pos].id) == GET_GRAD:
+                fallback = (pos, given[0])
+        return fallback
+
+    def tensors(self, op: Op) -> list[str]:
+        return [name for name in op.outputs if self.facts.joint.values[name].kind == "tensor"]
+
+    def anchored(self, rebuild: Rebuild, token: str | None) -> list[str]:
+        """Sources that wait for the token: the smallest, or all where a clone would stand alone and could be merged away."""
+        tensors = [name for name in rebuild.sources if self.facts.joint.values[name].kind == "tensor"]
+        if token is None or not tensors:
+            return []
+        if not all(site in self.facts.fusible for site in rebuild.chain):
+            return tensors
+        return [min(tensors, key=lambda name: (self.search.bytes_of(name), name))]
+
+
+# ---------------------------------------------------------------- the report
+
+
+def _applied(facts: JointFacts, rebuild: Rebuild) -> Decision:
+    value = facts.joint.values[rebuild.name]
+    shape = f"{value.dtype}{list(value.shape or ())}"
+    what = f"{rebuild.name} {shape} is made again from {', '.join(rebuild.sources)} for {len(rebuild.uses)} place(s)"
+    why = f"{len(rebuild.chain)} cheap ops that move {max(rebuild.traffic_bytes, 0)} bytes"
+    pos = rebuild.uses[0].consumers[0]
+    return Decision(NAME, pos, facts.joint.ops[pos].id, what, why, True, rebuild.freed_bytes)
+
+
+def _refused(facts: JointFacts, name: str, why: str) -> Decision:
+    pos = facts.producer[name].pos
+    return Decision(NAME, pos, facts.joint.ops[pos].id, f"{name} stays saved", why, False)
