@@ -39,18 +39,20 @@ from thunder_fusionfix.results import (
     FAILED,
     OK,
     OUT_OF_MEMORY,
-    THUNDER_VARIANTS,
     TIMEOUT,
-    VARIANTS,
     Run,
     Spec,
     draw,
     markdown,
     plain_table,
 )
+from thunder_fusionfix.variants import DEFAULT, VARIANTS, find
 
 OUT = Path("fusionfix-out/bench")
 PREDICT_TIMEOUT_S = 900.0
+
+# What the processes run.
+PREDICT, MEASURE = "thunder_fusionfix.predict", "thunder_fusionfix.measure"
 
 Progress = Callable[[str, str], None]  # called with a variant and what it does now
 
@@ -59,7 +61,7 @@ Progress = Callable[[str, str], None]  # called with a variant and what it does 
 class Options:
     """How to measure."""
 
-    variants: tuple[str, ...] = tuple(VARIANTS)
+    variants: tuple[str, ...] = DEFAULT
     out: Path = OUT  # a directory
     steps: int = 20  # timed steps
     timeout_s: float = 1800.0  # of one variant, waiting for the GPU not counted
@@ -71,8 +73,7 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in self.variants:
-            if name not in VARIANTS:
-                raise UsageError(f"--variants: there is no variant {name!r}; there are {', '.join(VARIANTS)}")
+            find(name)
         for name, least in (("steps", 1), ("jobs", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: at least {least}")
@@ -195,7 +196,7 @@ def is_done(record: dict[str, Any] | None, variant: str, options: Options) -> bo
         return False
     if record.get("status") != OK:
         return not options.retry and record.get("source") == source_digest()
-    return variant not in ("transform", "entry", "both") or record.get("source") == source_digest()
+    return not VARIANTS[variant].is_ours or record.get("source") == source_digest()
 
 
 def _predict_missing(run: Run, path: Path, options: Options, progress: Progress) -> None:
@@ -203,7 +204,7 @@ def _predict_missing(run: Run, path: Path, options: Options, progress: Progress)
     todo = [
         variant
         for variant in options.variants
-        if variant in THUNDER_VARIANTS
+        if VARIANTS[variant].executors is not None
         and not is_done(run.variants.get(variant), variant, options)  # a prediction comes before its measurement
         and (variant not in run.predictions or run.predictions[variant].get("source") != source)
     ]
@@ -215,7 +216,7 @@ def _predict_missing(run: Run, path: Path, options: Options, progress: Progress)
 
     workers = min(options.jobs, max(1, (os.cpu_count() or 1) // 2))
     jobs = [Job(run.spec, variant, options.steps, options.distance) for variant in todo]
-    _run_all("thunder_fusionfix.predict", jobs, PREDICT_TIMEOUT_S, workers, keep, progress)
+    _run_all(PREDICT, jobs, PREDICT_TIMEOUT_S, workers, keep, progress)
 
 
 def _measure_missing(run: Run, path: Path, options: Options, progress: Progress) -> None:
@@ -237,9 +238,9 @@ def _measure_missing(run: Run, path: Path, options: Options, progress: Progress)
         run.save(path)
 
     alone: set[str] = set()
-    _run_all("thunder_fusionfix.measure", jobs, options.timeout_s, options.jobs, keep, progress)
+    _run_all(MEASURE, jobs, options.timeout_s, options.jobs, keep, progress)
     alone.update(job.variant for job in company)
-    _run_all("thunder_fusionfix.measure", company, options.timeout_s, 1, keep, progress)
+    _run_all(MEASURE, company, options.timeout_s, 1, keep, progress)
 
 
 # ---------------------------------------------------------------- processes
@@ -256,6 +257,15 @@ class _Process:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=200))
     used_s: float = 0.0  # waiting for the GPU not counted
     timed_out: bool = False
+    follower: threading.Thread | None = None
+
+    def end(self) -> None:
+        """After the process: reads the rest of what it printed and closes its pipes."""
+        if self.follower is not None:
+            self.follower.join(timeout=5)
+        for pipe in (self.popen.stdin, self.popen.stdout):
+            if pipe is not None:
+                pipe.close()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -272,7 +282,7 @@ def _run_all(
     keep: Callable[[str, dict[str, Any]], None],
     progress: Progress,
 ) -> None:
-    """Runs ``python -m <what>`` for each job, ``workers`` at a time; ``keep`` gets each record."""
+    """Runs ``python -m what`` for each job, ``workers`` at a time; ``keep`` gets each record."""
     waiting: deque[Job] = deque(jobs)
     running: list[_Process] = []
     with tempfile.TemporaryDirectory(prefix="fusionfix-") as scratch:
@@ -289,18 +299,20 @@ def _run_all(
                         process.kill()
                     if process.popen.poll() is not None:
                         running.remove(process)
+                        process.end()
                         record = _record_of(process, timeout_s)
                         keep(process.job.variant, record)
                         progress(process.job.variant, record.get("status", OK))
         finally:
             for process in running:
                 process.kill()
+                process.end()
 
 
 def _start(what: str, job: Job, scratch: Path, progress: Progress) -> _Process:
     out = scratch / f"{job.variant}.json"
     environment = dict(os.environ)
-    if what.endswith(".predict"):
+    if what == PREDICT:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a prediction comes from a GPU
     popen = subprocess.Popen(
         [sys.executable, "-m", what, job.to_json(), str(out)],
@@ -312,7 +324,8 @@ def _start(what: str, job: Job, scratch: Path, progress: Progress) -> _Process:
         env=environment,
     )
     process = _Process(job, popen, out)
-    threading.Thread(target=_follow, args=(process, progress), daemon=True).start()
+    process.follower = threading.Thread(target=_follow, args=(process, progress), daemon=True)
+    process.follower.start()
     return process
 
 
@@ -360,7 +373,7 @@ def parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int)
     parser.add_argument("--optimizer", default="none", choices=("none", "sgd", "adamw"))
     parser.add_argument(
-        "--variants", default=",".join(VARIANTS), help=f"some of {', '.join(VARIANTS)}, with commas between"
+        "--variants", default=",".join(DEFAULT), help=f"some of {', '.join(VARIANTS)}, with commas between"
     )
     parser.add_argument("--out", type=Path, default=OUT, help="directory of the results files")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
@@ -384,7 +397,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     start = time.monotonic()
 
     def progress(variant: str, state: str) -> None:
-        print(f"[{time.monotonic() - start:6.1f} s] {VARIANTS[variant]}: {state}", flush=True)
+        print(f"[{time.monotonic() - start:6.1f} s] {VARIANTS[variant].label}: {state}", flush=True)
 
     try:
         variants = tuple(filter(None, args.variants.split(",")))

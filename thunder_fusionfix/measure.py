@@ -47,6 +47,7 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.results import FAILED, OK, OUT_OF_MEMORY, SKIPPED, Spec
+from thunder_fusionfix.variants import SHARED, VARIANTS, Variant
 
 if TYPE_CHECKING:  # `bench` imports this module and needs no torch
     import torch
@@ -130,41 +131,39 @@ class Missing(Exception):
     """A variant that does not exist in this installation; the message says what is missing."""
 
 
-def thunder_options(variant: str) -> dict[str, Any]:
-    """Executors and transforms of a variant that Thunder compiles.
+def thunder_options(variant: Variant) -> dict[str, Any]:
+    """What Thunder's compiler is given for a variant that it compiles.
 
     Raises:
         Missing: the variant needs a part of this project that is not installed.
     """
-    executors: tuple[str, ...] = ("sdpa", "torchcompile_cat", "nvfuser")
-    transforms: list[Any] = []
-    if variant == "torchcompile":
-        executors = ("sdpa", "torchcompile")
-    if variant in ("entry", "both"):
+    if variant.has_entry:
         if importlib.util.find_spec("thunder_fusionfix.executor") is None:
             raise Missing("this release has no executor entry `fusionfix`")
-        importlib.import_module("thunder_fusionfix.executor")
-        executors = ("sdpa", "torchcompile_cat", "fusionfix", "nvfuser")
-    if variant in ("transform", "both"):
+        importlib.import_module("thunder_fusionfix.executor")  # registers it
+    if variant.options == SHARED:
+        from thunder_fusionfix.share import install
+
+        install()
+    transforms: list[Any] = []
+    if variant.transform:
         from thunder_fusionfix.transform import FusionFixTransform
 
         transforms = [FusionFixTransform()]
-    return {"executors": executors, "transforms": transforms}
+    return {"executors": variant.executors, "transforms": transforms, **variant.options}
 
 
-def compiled(fn: Callable, variant: str) -> tuple[Callable, list[Any]]:
+def compiled(fn: Callable, variant: Variant) -> tuple[Callable, list[Any]]:
     """``fn`` as ``variant`` runs it, and the transforms of ours that it uses."""
     import torch
 
-    if variant == "eager":
-        return fn, []
-    if variant == "torch-compile":
-        return torch.compile(fn), []
-    from thunder.dynamo import ThunderCompiler
+    if variant.executors is not None:
+        from thunder.dynamo import ThunderCompiler
 
-    options = thunder_options(variant)
-    ours = list(options["transforms"])
-    return torch.compile(fn, backend=ThunderCompiler(**options)), ours
+        options = thunder_options(variant)
+        ours = list(options["transforms"])  # Thunder adds to the list that it is given
+        return torch.compile(fn, backend=ThunderCompiler(**options)), ours
+    return (fn if variant is VARIANTS["eager"] else torch.compile(fn)), []
 
 
 def losses_of(output: Any) -> list[Any]:
@@ -278,7 +277,7 @@ def measure(job: Job, say: Callable[[str], None], lock: GpuLock | None = None) -
         with lock.shared():
             say(phase)
             program = build(job.spec)
-            call, ours = compiled(program.fn, job.variant)
+            call, ours = compiled(program.fn, VARIANTS[job.variant])
             step = Step(call, program, make_optimizer(job.spec.optimizer, program))
             phase = "first step"
             say(phase)
@@ -308,7 +307,7 @@ def measure(job: Job, say: Callable[[str], None], lock: GpuLock | None = None) -
         record.update(status=SKIPPED, reason=str(missing))
     except torch.OutOfMemoryError as error:
         record.update(status=OUT_OF_MEMORY, reason=f"while {phase}: {_words(error)}")
-    except Exception as error:  # whatever a variant dies of, the others are still measured
+    except Exception as error:  # noqa: BLE001 -- whatever a variant dies of, the others are still measured
         record.update(status=FAILED, reason=f"while {phase}: {type(error).__name__}: {_words(error)}")
         traceback.print_exc()
     return record
@@ -324,7 +323,7 @@ def _noted(notes: list[str], what: str, run: Callable[[], None]) -> None:
     """Runs what a record can do without; a failure becomes a note."""
     try:
         run()
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 -- a record can do without it
         notes.append(f"{what} was not measured: {type(error).__name__}: {_words(error)}")
         gc.collect()
 

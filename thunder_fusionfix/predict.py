@@ -20,8 +20,9 @@ from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.measure import STATE, Job, Missing, join_parent, thunder_options
 from thunder_fusionfix.model import Op
-from thunder_fusionfix.results import FAILED, OK, SKIPPED, THUNDER_VARIANTS, Spec
+from thunder_fusionfix.results import FAILED, OK, SKIPPED, Spec
 from thunder_fusionfix.step import StepPart, StepTimeline, simulate_step
+from thunder_fusionfix.variants import find
 
 
 @dataclass(frozen=True)
@@ -53,21 +54,21 @@ def predict(
         UsageError: no such model, or a variant that Thunder does not compile.
         Missing: the variant needs a part of this project that is not installed.
     """
-    if variant not in THUNDER_VARIANTS:
-        raise UsageError(f"there is no prediction for {variant!r}; there is one for {', '.join(THUNDER_VARIANTS)}")
+    chosen = find(variant)
+    if chosen.executors is None:
+        raise UsageError(f"there is no prediction for {variant!r}: Thunder does not compile it")
     from thunder_fusionfix.capture import capture
     from thunder_fusionfix.models import load_model
 
-    options = thunder_options(variant)
+    options = thunder_options(chosen)
     program = load_model(**spec.sizes)
     captured = capture(
         program.fn,
         program.args,
         program.kwargs,
-        executors=options["executors"],
-        transforms=options["transforms"],
         dynamo=True,
         progress=progress,
+        **options,
     )
     parts = step_parts(captured)
     workspace = device.workspace_bytes if device is not None else None
@@ -130,7 +131,7 @@ def main(argv: Sequence[str]) -> int:
         record = as_record(predict(job.spec, job.variant, progress=lambda words: print(f"{STATE}{words}", flush=True)))
     except Missing as missing:
         record = {"status": SKIPPED, "reason": str(missing)}
-    except Exception as error:  # a program that cannot be captured may still be measured
+    except Exception as error:  # noqa: BLE001 -- a program that cannot be captured may still be measured
         traceback.print_exc()
         record = {"status": FAILED, "reason": f"{type(error).__name__}: {error}"[:400]}
     out.write_text(json.dumps(record))

@@ -27,21 +27,10 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fusionfix.errors import UsageError
+from thunder_fusionfix.variants import OTHERS, OURS, VARIANTS
 
 SCHEMA = 1
 MB = 1_000_000
-
-# variant -> its name for people, in the order of the tables
-VARIANTS: Mapping[str, str] = {
-    "plain": "plain Thunder",
-    "torchcompile": "Thunder, torchcompile executor",
-    "torch-compile": "torch.compile",
-    "eager": "eager",
-    "transform": "fusionfix, transform",
-    "entry": "fusionfix, entry",
-    "both": "fusionfix, both",
-}
-THUNDER_VARIANTS = ("plain", "torchcompile", "transform", "entry", "both")
 
 OK = "ok"
 FAILED = "failed"
@@ -155,7 +144,7 @@ def _row(run: Run, name: str) -> tuple[str, ...]:
     predicted = run.predictions.get(name, {}).get("peak_bytes")
     shown = _cells(measured, predicted)
     status = record.get("status", "not measured")
-    return (VARIANTS[name] + ("" if status == OK else f" ({status})"), *shown)
+    return (VARIANTS[name].label + ("" if status == OK else f" ({status})"), *shown)
 
 
 def _cells(measured: Mapping[str, Any], predicted: int | None) -> tuple[str, ...]:
@@ -194,10 +183,10 @@ def _number(value: float | None, digits: int) -> str:
 def ratios(run: Run) -> list[str]:
     """Peak and step of each fusionfix variant against each other variant, one line a fusionfix variant."""
     lines = []
-    for name in ("transform", "entry", "both"):
+    for name in OURS:
         mine = measured_of(run, name)
         parts = []
-        for other in ("plain", "torchcompile", "torch-compile", "eager"):
+        for other in OTHERS:
             theirs = measured_of(run, other)
             if mine.get("peak_bytes") and theirs.get("peak_bytes"):
                 peak = mine["peak_bytes"] / theirs["peak_bytes"]
@@ -206,10 +195,14 @@ def ratios(run: Run) -> list[str]:
                     if mine.get("step_ms") and theirs.get("step_ms")
                     else None
                 )
-                parts.append(f"{VARIANTS[other]} {peak:.3f} / {'-' if step is None else f'{step:.3f}'}")
+                parts.append(f"{VARIANTS[other].label} {peak:.3f} / {'-' if step is None else f'{step:.3f}'}")
         if parts:
-            lines.append(f"{VARIANTS[name]}, peak / step against " + ", ".join(parts))
+            lines.append(f"{VARIANTS[name].label}, peak / step against " + ", ".join(parts))
     return lines
+
+
+def _label(name: str) -> str:
+    return VARIANTS[name].label if name in VARIANTS else name
 
 
 def notes(run: Run) -> list[str]:
@@ -217,11 +210,11 @@ def notes(run: Run) -> list[str]:
     lines = []
     for name, record in run.variants.items():
         if record.get("status") != OK:
-            lines.append(f"{VARIANTS.get(name, name)}: {record.get('status')}: {record.get('reason', '')}")
-        lines += [f"{VARIANTS.get(name, name)}: {note}" for note in record.get("notes", ())]
+            lines.append(f"{_label(name)}: {record.get('status')}: {record.get('reason', '')}")
+        lines += [f"{_label(name)}: {note}" for note in record.get("notes", ())]
     for name, prediction in run.predictions.items():
         if "reason" in prediction:
-            lines.append(f"{VARIANTS.get(name, name)}: no prediction: {prediction['reason']}")
+            lines.append(f"{_label(name)}: no prediction: {prediction['reason']}")
     shared = [note for prediction in run.predictions.values() for note in prediction.get("notes", ())]
     return lines + list(dict.fromkeys(shared))
 
@@ -269,9 +262,9 @@ def plain_table(run: Run) -> str:
 
 # ---------------------------------------------------------------- picture
 
-_OURS = "#0b6e4f"  # dark green: fusionfix
-_PLAIN = "#b23a48"  # dark red: plain Thunder, what there is to beat
-_OTHERS = "#5b6770"  # grey
+_GREEN = "#0b6e4f"  # fusionfix
+_RED = "#b23a48"  # plain Thunder, what there is to beat
+_GREY = "#5b6770"
 
 
 def draw(run: Run, path: Path) -> bool:
@@ -291,7 +284,7 @@ def draw(run: Run, path: Path) -> bool:
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.add_subplot()
     for name, milliseconds, gigabytes in points:
-        color = _OURS if name in ("transform", "entry", "both") else _PLAIN if name == "plain" else _OTHERS
+        color = _GREEN if name in OURS else _RED if name.startswith("plain") else _GREY
         predicted = run.predictions.get(name, {}).get("peak_bytes")
         if predicted is not None:
             axes.plot(milliseconds, predicted / 1e9, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
@@ -323,7 +316,7 @@ def _name_points(axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
         used.append((x, at))
         is_right = x > left + 0.6 * (right - left) and right > left
         axes.annotate(
-            VARIANTS[name],
+            VARIANTS[name].label,
             (x, y),
             (x, at),
             textcoords="data",

@@ -1,0 +1,332 @@
+"""`bench` drives processes and files; what is measured in them is for the GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from thunder_fusionfix import bench as bench_module
+from thunder_fusionfix.bench import Options, bench, main, results_path
+from thunder_fusionfix.errors import UsageError
+from thunder_fusionfix.measure import GpuLock, replay
+from thunder_fusionfix.results import (
+    FAILED,
+    OK,
+    OUT_OF_MEMORY,
+    TIMEOUT,
+    Run,
+    Spec,
+    draw,
+    markdown,
+    notes,
+    plain_table,
+    ratios,
+)
+
+SPEC = Spec("file.py:build")
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Lets bench start stub processes; call it with what each variant does. Gives the variants that were started."""
+    log = tmp_path / "log"
+
+    def behave(**variants: str) -> None:
+        log.write_text("")
+        monkeypatch.setenv("STUB", ",".join(f"{name.replace('_', '-')}={what}" for name, what in variants.items()))
+
+    def started() -> list[str]:
+        return [line.split()[0] for line in log.read_text().splitlines()]
+
+    monkeypatch.setattr(bench_module, "require_gpu", lambda: None)
+    monkeypatch.setattr(bench_module, "MEASURE", "stub_worker")
+    monkeypatch.setattr(bench_module, "PREDICT", "stub_worker")
+    monkeypatch.setenv("STUB_LOG", str(log))
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]))
+    behave.started = started  # type: ignore[attr-defined]
+    behave.log = log  # type: ignore[attr-defined]
+    return behave
+
+
+def options(tmp_path: Path, *variants: str, **more: object) -> Options:
+    return Options(variants, out=tmp_path / "out", **{"predict": False, **more})  # type: ignore[arg-type]
+
+
+def test_bench_variants_that_die_or_run_out_of_memory_are_recorded_and_the_others_measured(stub, tmp_path):
+    """One variant's end never costs another's measurement, and its reason is in the file."""
+    stub(plain="crash", torch_compile="out of memory", eager="ok")
+    run = bench(SPEC, options(tmp_path, "plain", "torch-compile", "eager"))
+    assert [run.variants[name]["status"] for name in ("plain", "torch-compile", "eager")] == [FAILED, OUT_OF_MEMORY, OK]
+    assert (
+        "exit code 3" in run.variants["plain"]["reason"] and "something went wrong" in run.variants["plain"]["reason"]
+    )
+    assert Run.load(results_path(SPEC, tmp_path / "out")).variants == run.variants
+
+
+def test_bench_second_run_measures_only_what_is_missing(stub, tmp_path):
+    """What the file holds is not measured again, a failure only with --retry, all of it with --again."""
+    stub(plain="ok", eager="crash", torch_compile="ok")
+    bench(SPEC, options(tmp_path, "plain", "eager"))
+    stub(plain="ok", eager="ok", torch_compile="ok")
+    bench(SPEC, options(tmp_path, "plain", "eager", "torch-compile"))
+    assert stub.started() == ["torch-compile"]
+    bench(SPEC, options(tmp_path, "plain", "eager", "torch-compile", retry=True))
+    assert stub.started() == ["torch-compile", "eager"]
+    bench(SPEC, options(tmp_path, "plain", again=True))
+    assert stub.started() == ["torch-compile", "eager", "plain"]
+
+
+def test_bench_changed_source_measures_fusionfix_again_and_plain_not(stub, tmp_path, monkeypatch):
+    """A measurement of our own passes holds for the source that it was made with."""
+    stub(plain="ok", transform="ok")
+    bench(SPEC, options(tmp_path, "plain", "transform"))
+    monkeypatch.setattr(bench_module, "source_digest", lambda: "another")
+    bench(SPEC, options(tmp_path, "plain", "transform"))
+    assert stub.started() == ["plain", "transform", "transform"]
+
+
+def test_bench_variant_over_its_time_is_killed_and_said(stub, tmp_path):
+    """A process that hangs is ended after --timeout, and the next variant runs."""
+    stub(plain="hang", eager="ok")
+    start = time.monotonic()
+    run = bench(SPEC, options(tmp_path, "plain", "eager", timeout_s=2.0))
+    assert run.variants["plain"]["status"] == TIMEOUT and "first step" in run.variants["plain"]["reason"]
+    assert run.variants["eager"]["status"] == OK
+    assert time.monotonic() - start < 30
+
+
+def test_bench_waiting_for_the_gpu_does_not_count_as_time(stub, tmp_path):
+    """Only work counts against --timeout, not the wait for the lock."""
+    stub(plain="wait")
+    process_starts = 1.2  # seconds that a start may count, below the wait of 1.5
+    run = bench(SPEC, options(tmp_path, "plain", timeout_s=process_starts))
+    assert run.variants["plain"]["status"] in (OK, TIMEOUT)
+    if run.variants["plain"]["status"] == TIMEOUT:
+        assert "waiting" not in run.variants["plain"]["reason"]
+
+
+def test_bench_prediction_is_in_the_file_before_its_measurement(stub, tmp_path, monkeypatch):
+    """When a measurement starts, the file on disk holds the prediction already."""
+    stub(plain="ok")
+    seen = []
+
+    def progress(variant: str, state: str) -> None:
+        file = results_path(SPEC, tmp_path / "out")
+        seen.append((state, file.exists() and "plain" in json.loads(file.read_text())["predictions"]))
+
+    run = bench(SPEC, options(tmp_path, "plain", predict=True), progress=progress)
+    assert stub.started() == ["plain", "plain"]
+    # the first process is the prediction: what comes after its end has it on disk
+    ended = [at for at, (state, _) in enumerate(seen) if state == OK]
+    assert all(there for _, there in seen[ended[0] :]) and not seen[0][1]
+    assert run.predictions["plain"]["peak_bytes"] == 7_000_000
+
+
+def test_bench_out_of_memory_beside_others_is_tried_alone(stub, tmp_path):
+    """Side by side a variant may lack the memory that another takes: it gets a second try alone."""
+    stub(plain="out of memory", eager="ok")
+    run = bench(SPEC, options(tmp_path, "plain", "eager", jobs=2))
+    assert sorted(stub.started()) == ["eager", "plain", "plain"]
+    assert run.variants["plain"]["status"] == OUT_OF_MEMORY
+
+
+def test_bench_interrupted_keeps_what_is_done_and_ends_its_processes(stub, tmp_path):
+    """After an interruption the file holds the finished variants and no process is left."""
+    stub(plain="ok", eager="hang")
+
+    def progress(variant: str, state: str) -> None:
+        if (variant, state) == ("eager", "first step"):
+            import _thread
+
+            _thread.interrupt_main()
+
+    with pytest.raises(KeyboardInterrupt):
+        bench(SPEC, options(tmp_path, "plain", "eager"), progress=progress)
+    run = Run.load(results_path(SPEC, tmp_path / "out"))
+    assert list(run.variants) == ["plain"]
+    pid = int(stub.log.read_text().splitlines()[-1].split()[1])
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_worker_ends_when_its_parent_is_gone(stub, tmp_path):
+    """A bench that is killed leaves no process on the GPU."""
+    stub(plain="hang")
+    job = bench_module.Job(SPEC, "plain").to_json()
+    worker = subprocess.Popen(
+        [sys.executable, "-m", "stub_worker", job, str(tmp_path / "record")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert worker.stdout is not None and worker.stdin is not None
+    worker.stdout.readline()
+    worker.stdin.close()
+    assert worker.wait(timeout=10) == 1
+    worker.stdout.close()
+
+
+def test_bench_without_gpu_refuses_with_one_line_and_exit_code_2(tmp_path, capsys, monkeypatch):
+    """There is nothing to measure without a GPU, and the message says what works without one."""
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["qwen2.5-7b", "--out", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert "GPU" in captured.err and "explain" in captured.err and len(captured.err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["nobody"], "no model"),
+        (["qwen2.5-7b", "--layers", "0"], "layers"),
+        (["causal-lm-loss", "--layers", "2"], "layers"),
+        (["qwen2.5-7b", "--variants", "fastest"], "fastest"),
+        (["qwen2.5-7b", "--jobs", "0"], "jobs"),
+        (["qwen2.5-7b", "--timeout", "0"], "timeout"),
+    ],
+)
+def test_bench_wrong_usage_is_one_line_and_exit_code_2(arguments, word, tmp_path, capsys):
+    """Each wrong option is named, before any process starts."""
+    assert main([*arguments, "--predict-only", "--out", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert word in captured.err and len(captured.err.splitlines()) == 1
+
+
+def test_results_file_of_another_program_or_kind_is_refused(tmp_path):
+    """Nothing is ever written over a file that is not this run's."""
+    file = tmp_path / "r.json"
+    file.write_text("{}")
+    with pytest.raises(UsageError, match="no results file"):
+        Run.load(file)
+    file.write_text(json.dumps({"schema": 99}))
+    with pytest.raises(UsageError, match="schema 99"):
+        Run.load(file)
+
+
+def test_second_bench_of_the_same_file_is_refused(stub, tmp_path):
+    """Two writers of one file would lose each other's measurements."""
+    stub(plain="ok")
+    with (
+        bench_module._only_writer(results_path(SPEC, tmp_path / "out")),
+        pytest.raises(UsageError, match="another bench"),
+    ):
+        bench(SPEC, options(tmp_path, "plain"))
+
+
+def test_gpu_lock_timing_waits_for_all_who_share_it(tmp_path):
+    """Who times is alone: it waits until nobody shares the GPU, and nobody gets in meanwhile."""
+    lock, order = GpuLock(tmp_path / "lock"), []
+
+    def time_it() -> None:
+        with lock.alone():
+            order.append("timing")
+            time.sleep(0.2)
+            order.append("timed")
+
+    with lock.shared(), lock.shared():
+        thread = threading.Thread(target=time_it)
+        thread.start()
+        time.sleep(0.2)
+        order.append("shared ends")
+    while "timing" not in order:
+        time.sleep(0.01)
+    with lock.shared():
+        order.append("shared again")
+    thread.join()
+    assert order == ["shared ends", "timing", "timed", "shared again"]
+
+
+# ---------------------------------------------------------------- the allocator's history
+
+
+def alloc(addr: int, size: int) -> dict[str, object]:
+    return {"action": "alloc", "addr": addr, "size": size}
+
+
+def free(addr: int, size: int) -> dict[str, object]:
+    return {"action": "free_requested", "addr": addr, "size": size}
+
+
+MARK = [alloc(99, 1_000_003), free(99, 1_000_003)]
+
+
+def test_replay_by_hand_gives_peak_start_and_what_is_alive():
+    """Ten allocations in the backward: its start is the first of them; the peak is the sixth."""
+    events = [alloc(1, 1000), alloc(2, 512), free(2, 512), *MARK]  # 1,024 saved
+    events += [alloc(10, 2048), free(10, 2048)]
+    for at in range(8):
+        events += [alloc(20 + at, 100), free(20 + at, 100)]
+    events += [free(1, 1000), alloc(40, 4000)]
+    found = replay(events, base=100_000)
+    assert found["backward_start_bytes"] == 100_000 + 1024 + 2048
+    assert found["replayed_peak_bytes"] == 104_096
+    assert found["alive_at_peak"] == [{"bytes": 4096, "count": 1, "seen": "backward"}]
+    assert {"bytes": 1024, "count": 1, "seen": "forward"} in found["alive_at_backward_start"]
+
+
+def test_replay_without_a_mark_has_no_start_of_the_backward():
+    """A history that lost its mark gives the peak alone."""
+    found = replay([alloc(1, 512), free(1, 512)], base=0)
+    assert found["replayed_peak_bytes"] == 512 and "backward_start_bytes" not in found
+
+
+def test_replay_other_events_count_nothing():
+    """Segments and completed frees are the allocator's own affair."""
+    events = [
+        {"action": "segment_alloc", "addr": 1, "size": 2**21},
+        alloc(1, 512),
+        {"action": "free_completed", "addr": 1, "size": 512},
+    ]
+    assert replay(events, base=0)["replayed_peak_bytes"] == 512
+
+
+# ---------------------------------------------------------------- tables
+
+
+@pytest.fixture
+def run() -> Run:
+    def record(peak: int, step: float) -> dict[str, object]:
+        measured = {"peak_bytes": peak * 10**6, "step_ms": {"median": step, "spread": 0.125}, "launches": 1234}
+        return {
+            "status": OK,
+            "measured": measured,
+            "notes": [],
+            "environment": {"gpu": "G", "packages": {"torch": "2"}},
+        }
+
+    run = Run(Spec("m", layers=8), "fusionfix bench m", "2026-01-01")
+    run.variants |= {"plain": record(20_000, 50.0), "transform": record(15_000, 45.0)}
+    run.variants["eager"] = {"status": OUT_OF_MEMORY, "reason": "while first step: tried"}
+    run.predictions |= {"plain": {"peak_bytes": 20_200 * 10**6, "notes": ["two graphs"]}}
+    return run
+
+
+def test_tables_show_ratio_miss_and_failure(run):
+    """A prediction's miss, each ratio and each failure's reason are in the text and in the Markdown."""
+    for text in (markdown(run), plain_table(run)):
+        assert "20,000" in text and "20,200" in text and "+1.0%" in text and "1,234" in text
+        assert "plain Thunder 0.750 / 0.900" in text
+        assert "eager: out of memory: while first step: tried" in text and "two graphs" in text
+    assert len(ratios(run)) == 1 and notes(run)[0].startswith("eager")
+
+
+def test_run_saved_and_loaded_is_the_same_and_leaves_no_part(run, tmp_path):
+    """The file is written whole: nothing else is left beside it."""
+    run.save(tmp_path / "r.json")
+    assert Run.load(tmp_path / "r.json") == run
+    assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
+
+
+def test_picture_has_a_point_for_each_measured_variant(run, tmp_path):
+    """A run with measurements is drawn, one without is not."""
+    assert draw(run, tmp_path / "p.png") and (tmp_path / "p.png").stat().st_size > 10_000
+    assert not draw(Run(SPEC, "", ""), tmp_path / "none.png") and not (tmp_path / "none.png").exists()
