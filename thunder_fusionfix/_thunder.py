@@ -332,11 +332,13 @@ def get_compile_stats() -> Any:
     return _compile_data.get()[1]
 
 
-# ---------------------------------------------------------------- what share.py needs
+# ---------------------------------------------------------------- what share.py and splitter.py need
 
 from thunder.core.devices import Device as Device
+from thunder.dynamo import splitter as splitter  # its `is_node_supported_by_thunder` is looked up for every node
 from thunder.executors import torch_compile as torch_compile  # its `make_compiled` is looked up when a region is made
 from thunder.torch.experimental.dtensor_proxy import DTensorProxy as DTensorProxy
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 
 def nvfuser_impl() -> Any | None:
