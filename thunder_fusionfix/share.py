@@ -36,7 +36,7 @@ import functools
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -126,7 +126,7 @@ def _op(bsym: BoundSymbol, values: dict[str, int], types: list[str], place: int 
     )
 
 
-class _Same:
+class Same:
     """Equal to another only where both hold one and the same object."""
 
     __slots__ = ("held",)
@@ -135,7 +135,7 @@ class _Same:
         self.held = held
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.held is other.held
+        return isinstance(other, Same) and self.held is other.held
 
     def __hash__(self) -> int:
         return id(self.held)
@@ -146,13 +146,13 @@ class _Spelling:
 
     def __init__(self) -> None:
         self.proxies: list[Proxy] = []
-        self.symbols: list[_Same] = []  # Thunder takes symbols of one id for equal; executors know them as objects
+        self.symbols: list[Same] = []  # Thunder takes symbols of one id for equal; executors know them as objects
         self._numbers: dict[str, int] = {}
 
     def symbol(self, bsym: BoundSymbol) -> str:
         if bsym._call_ctx or bsym.sym.is_fusion:
             raise UnsupportedTraceError(f"share_fusions: {bsym.sym.name} calls an object that only this trace knows")
-        self.symbols.append(_Same(bsym.sym))
+        self.symbols.append(Same(bsym.sym))
         executor = getattr(bsym.sym.executor, "name", None)
         args, kwargs, output = self.value(bsym.args), self.value(bsym.kwargs), self.value(bsym.output)
         inner = ", ".join(self.symbol(subsymbol) for subsymbol in bsym.subsymbols)
@@ -482,28 +482,35 @@ def _weakly(held: Any) -> Callable[[], Any]:
 
 
 def is_wanted() -> bool:
-    """True where the compile that runs now is to share its fusions.
-
-    The transform's own argument wins, then Thunder's compile option; without either, sharing goes with the transform or
-    the executor entry, under versions that this release was tested with.
-    """
-    text = (
-        "thunder_fusionfix: equal fusion regions compile once; on by default with the transform or the executor entry"
+    """True where the compile that runs now is to share its fusions."""
+    asked = get_compile_option(
+        PREFIX + OPTION, "thunder_fusionfix: equal fusion regions compile once; see FusionFixConfig"
     )
-    asked = get_compile_option(PREFIX + OPTION, text)
+    data = get_compile_data()
+    return wanted(asked, getattr(data, "transforms", None) or (), getattr(data, "executors_list", None) or ())
+
+
+def wanted(asked: bool | None, transforms: Iterable[object], executors: Iterable[object]) -> bool:
+    """What the user wants, who gave ``asked`` as compile option, and these transforms and executors (or their names).
+
+    The transform's own argument wins, then the compile option; without either, sharing goes with the transform or the
+    executor entry, under versions that this release was tested with.
+
+    Raises:
+        UsageError: the option is neither True nor False.
+    """
     if asked is not None:
         check_option(OPTION, asked)
-    data = get_compile_data()
-    ours = [part for part in getattr(data, "transforms", None) or () if _is_ours(part)]
+    ours = [transform for transform in transforms if _is_ours(transform)]
     for transform in ours:
         asked = getattr(transform, "options", {}).get(OPTION, asked)
     if asked is not None:
         return asked
-    return bool(ours or any(map(_is_ours, getattr(data, "executors_list", ())))) and not _untested()
+    return bool(ours or any(map(_is_ours, executors))) and not _untested()
 
 
 def _is_ours(part: object) -> bool:
-    return type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
+    return part == "fusionfix" or type(part).__module__.partition(".")[0] == __name__.partition(".")[0]
 
 
 @functools.cache
