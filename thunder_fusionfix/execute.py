@@ -62,12 +62,15 @@ class Comparison:
     skipped: str | None = None  # why nothing was compared
 
 
-def compare(before: Graph, after: Graph, *, max_numel: int = MAX_NUMEL, seed: int = 0) -> Comparison:
+def compare(
+    before: Graph, after: Graph, *, exact: bool = False, max_numel: int = MAX_NUMEL, seed: int = 0
+) -> Comparison:
     """Runs both traces on equal random inputs and compares every value that both know outside of regions.
 
     Args:
         before: a trace.
         after: the same trace rewritten.
+        exact: bit for bit; else with room for another order of additions.
         max_numel: elements of the largest tensor that is run.
         seed: of the random inputs.
     """
@@ -77,7 +80,8 @@ def compare(before: Graph, after: Graph, *, max_numel: int = MAX_NUMEL, seed: in
             return Comparison((), (), why_not)
     old, new = run_graph(before, seed), run_graph(after, seed)
     compared = tuple(name for name in new if name in old)
-    differing = tuple(name for name in compared if not _close(old[name], new[name]))
+    is_same = _equal if exact else _close
+    differing = tuple(name for name in compared if not is_same(old[name], new[name]))
     return Comparison(compared, differing)
 
 
@@ -138,6 +142,11 @@ def _random(value: Value, seed: int) -> Any:
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(value.shape, generator=generator, dtype=torch.float64).to(dtype)
     return torch.randint(0, 7, value.shape, generator=generator).to(dtype)
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same_type = one.shape == other.shape and one.dtype == other.dtype
+    return same_type and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -405,4 +414,6 @@ _TORCH: Mapping[str, Callable[..., torch.Tensor]] = {
     "torch.squeeze": lambda a, *dims: a.squeeze(*dims),
     "torch.matmul": torch.matmul,
     "torch.nn.functional.linear": torch.nn.functional.linear,
+    "fusionfix_matmul": torch.matmul,
+    "fusionfix_linear": torch.nn.functional.linear,
 }

@@ -159,7 +159,9 @@ def _sliced(layout: Slice, shape: Shape, steps: tuple[int, ...]) -> IndexMap | N
 
 def _broadcast(layout: Broadcast, shape: Shape, steps: tuple[int, ...]) -> IndexMap | None:
     dims = layout.dims
-    if len(dims) != len(shape) or len(set(dims)) != len(dims) or any(not 0 <= dim < len(layout.shape) for dim in dims):
+    if len(dims) != len(shape) or any(not 0 <= dim < len(layout.shape) for dim in dims):
+        return None
+    if any(after <= before for before, after in zip(dims, dims[1:])):  # Thunder's prim asks for ascending dims
         return None
     factors = [(size, 0) for size in layout.shape]
     for source, dim in enumerate(dims):

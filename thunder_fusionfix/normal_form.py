@@ -606,36 +606,53 @@ class _Evaluation:
 
     def cat(self, op: Op, env: Mapping[str, int], out: Value) -> int | None:
         parts = op.args[0] if op.args else None
-        dim = op.args[1] if len(op.args) > 1 else op.kwarg("dim", 0)
-        assert out.shape is not None
-        if not isinstance(parts, tuple) or not isinstance(dim, int) or not out.shape or isinstance(dim, bool):
+        given = op.args[1] if len(op.args) > 1 else op.kwarg("dim", 0)
+        dims = _ints((given,))
+        if not isinstance(parts, tuple) or dims is None or not out.shape:
             return None
+        dim = dims[0] % len(out.shape)
         sources = [env[part.name] for part in parts if isinstance(part, Ref)]
-        same_rank = all(len(self.forms.nodes[source].shape or ()) == len(out.shape) for source in sources)
-        if not sources or len(sources) != len(parts) or not same_rank:
+        shapes = [self.forms.nodes[source].shape or () for source in sources]
+        fits = all(
+            len(shape) == len(out.shape) and _without(shape, dim) == _without(out.shape, dim) for shape in shapes
+        )
+        if (
+            not sources
+            or len(sources) != len(parts)
+            or not fits
+            or sum(shape[dim] for shape in shapes) != out.shape[dim]
+        ):
             return None
-        return self.forms.rows("cat", sources, ((dim % len(out.shape),),), out)
+        return self.forms.rows("cat", sources, ((dim,),), out)
 
     def pad(self, op: Op, source: int, value: Value, out: Value) -> int | None:
-        read = _pad_arguments(op, len(value.shape or ()))
-        if read is None or value.dtype != out.dtype or len(out.shape or ()) != len(value.shape or ()):
+        shape = value.shape or ()
+        read = _pad_arguments(op, len(shape))
+        if read is None or value.dtype != out.dtype:
             return None
         fill, config = read
+        padded = zip(shape, config)
+        if out.shape != tuple(low + high + size + max(size - 1, 0) * inner for size, (low, high, inner) in padded):
+            return None
         own = tuple((dim,) for dim, one in enumerate(config) if one != (0, 0, 0))
         label = _Pad(_number(fill, out.dtype), tuple(one for one in config if one != (0, 0, 0)))
         return self.forms.rows(label, [source], own, out) if own else source
 
     def reduction(self, op: Op, name: str, source: int, value: Value, out: Value) -> int | None:
-        rank = len(value.shape or ())
+        shape = value.shape or ()
         given = op.args[1] if len(op.args) == 2 else None
         dims = _ints(given if isinstance(given, tuple) else (given,))
-        if dims is None or not rank:
+        if not dims or not shape:
             return None
-        own = tuple(sorted({dim % rank for dim in dims}))
-        if len(own) != len(dims) or len(out.shape or ()) != rank - len(own) or not own:
+        own = tuple(sorted({dim % len(shape) for dim in dims}))
+        if len(own) != len(dims) or out.shape != tuple(size for dim, size in enumerate(shape) if dim not in own):
             return None
         options = tuple((key, _literal(arg)) for key, arg in sorted(op.kwargs, key=lambda item: item[0]))
         return self.forms.rows((name, options), [source], (own,), out)
+
+
+def _without(shape: Shape, dim: int) -> Shape:
+    return shape[:dim] + shape[dim + 1 :]
 
 
 def _has_prim_signature(op_id: str) -> bool:

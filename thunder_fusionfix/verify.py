@@ -59,6 +59,8 @@ class Allow:
     may_keep_longer: bool = False  # a value stays bound beyond its last use
 
 
+_STATEMENTS = (DEL, CLEAR, UNPACK, RETURN)  # each has a rule of its own
+
 Placed = tuple[int, Op]
 """An op, or a part of one, with its position in the trace."""
 
@@ -336,18 +338,18 @@ def _changes_ops(pair: Pair) -> Iterator[Fault]:
         yield from _first_difference(before, after, lambda op: _line(op, pair.new_id))
         return
     key = _role if allow.may_rewrite_regions else _line
-    left = Counter(key(op, pair.new_id) for _, op in before)
-    known = set(left)
-    for pos, op in after:
-        # a clone under names of its own must not stand for its original, which may come later
-        is_clone = bool(op.outputs) and not any(name in pair.before.values for name in op.outputs)
-        if left[key(op, pair.new_id)] and not is_clone:
-            left[key(op, pair.new_id)] -= 1
-        elif not _is_admitted_clone(op, key(op, pair.new_id) in known, allow):
+    old, new = _grouped(before, key, pair.new_id), _grouped(after, key, pair.new_id)
+    for name in new:
+        num_more = len(new[name]) - len(old.get(name, ()))
+        clones = [name in old and _is_admitted_clone(op, allow) for _, op in new[name]]
+        others = [placed for placed, is_clone in zip(new[name], clones) if not is_clone]
+        others.sort(key=lambda placed: any(output in pair.before.values for output in placed[1].outputs))
+        for pos, op in others[: max(0, num_more - sum(clones))]:
             yield Fault(pos, f"{_line(op, pair.new_id)} is new", op.outputs)
-    for pos, op in before:
-        if left[key(op, pair.new_id)]:
-            left[key(op, pair.new_id)] -= 1
+    for name in old:
+        kept = {output for _, op in new.get(name, ()) for output in op.outputs}
+        gone = sorted(old[name], key=lambda placed: not kept.isdisjoint(placed[1].outputs))
+        for pos, op in gone[: max(0, len(old[name]) - len(new.get(name, ())))]:
             yield Fault(pos, f"{_line(op, pair.new_id)} is gone", op.outputs, in_before=True)
     if not allow.may_reorder:
         yield from _first_difference(
@@ -356,13 +358,14 @@ def _changes_ops(pair: Pair) -> Iterator[Fault]:
 
 
 def _compared(graph: Graph, allow: Allow) -> Iterator[Placed]:
-    """The ops that must be the same before and after: all but what is derived anew or what ``allow`` names."""
+    """The ops that must be the same before and after: all but what ``allow`` names and what other rules compare."""
     may_open = allow.may_split_regions or allow.may_rewrite_regions
     for pos, op in enumerate(graph.ops):
-        if op.id in (DEL, CLEAR):
+        if op.id in _STATEMENTS:
             continue
         for part in _needed_subops(op) if op.is_fusion and may_open and not has_effect(op) else (op,):
-            if not (allow.may_rewrite_regions and _is_plumbing(part)):
+            is_compared_elsewhere = has_effect(part) and not part.is_fusion and (may_open or allow.may_reorder)
+            if not is_compared_elsewhere and not (allow.may_rewrite_regions and _is_plumbing(part)):
                 yield pos, part
 
 
@@ -379,7 +382,7 @@ def _needed_subops(region: Op) -> list[Op]:
 def _in_place(graph: Graph) -> Iterator[Placed]:
     """The ops that keep their order where only regions change."""
     for pos, op in enumerate(graph.ops):
-        if op.id not in (DEL, CLEAR) and not op.is_fusion and not _is_plumbing(op):
+        if op.id not in _STATEMENTS and not op.is_fusion and not _is_plumbing(op):
             yield pos, op
 
 
@@ -394,9 +397,18 @@ def _role(op: Op, new_id: Mapping[str, str]) -> str:
     return _line(op, new_id) if has_effect(op) else new_id.get(op.id, op.id)
 
 
-def _is_admitted_clone(op: Op, is_known: bool, allow: Allow) -> bool:
+def _grouped(
+    placed: Sequence[Placed], key: Callable[[Op, Mapping[str, str]], str], new_id: Mapping[str, str]
+) -> dict[str, list[Placed]]:
+    groups: dict[str, list[Placed]] = {}
+    for pos, op in placed:
+        groups.setdefault(key(op, new_id), []).append((pos, op))
+    return groups
+
+
+def _is_admitted_clone(op: Op, allow: Allow) -> bool:
     cheap = all(effect_of(leaf).cheap and effect_of(leaf).is_pure for leaf in op.leaves)
-    return cheap and is_known and bool(op.outputs) and set(op.outputs) <= allow.may_clone
+    return cheap and bool(op.outputs) and set(op.outputs) <= allow.may_clone
 
 
 def _place(op: Op, new_id: Mapping[str, str]) -> str:
@@ -413,7 +425,7 @@ def _changes_values(pair: Pair) -> Iterator[Fault]:
             pos = pair.after.producer.get(name, 0)
             yield Fault(pos, f"{name} is another value than before\n  before: {was}\n  now:    {now}", (name,))
     for seen, now_seen in _matching(before, after, pair.new_id):
-        if seen.args != now_seen.args:
+        if seen.args != now_seen.args and seen.op.id != RETURN:
             yield Fault(now_seen.pos, f"{now_seen.op.id} takes other values than before", now_seen.op.inputs)
 
 
