@@ -5,23 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from thunder_fusionfix.alias import Aliases, aliases
+from thunder_fusionfix.alias import Aliases
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.model import Graph, Timeline
-from thunder_fusionfix.simulate import simulate
+from thunder_fusionfix.simulate import Prices
 
 
 @dataclass(frozen=True)
 class Facts:
-    """A Graph with its aliases and its timeline, and the options of the run."""
+    """A Graph with its aliases, its prices and its timeline, and the options of the run."""
 
     graph: Graph
     config: FusionFixConfig = field(default_factory=FusionFixConfig)
+    forward: Graph | None = None  # for a backward trace: the forward that saved its tensors
 
     @cached_property
     def aliases(self) -> Aliases:
-        return aliases(self.graph)
+        return self.prices.aliases
+
+    @cached_property
+    def prices(self) -> Prices:
+        return Prices(self.graph, self.forward)
 
     @cached_property
     def timeline(self) -> Timeline:
-        return simulate(self.graph)
+        return self.prices.timeline()

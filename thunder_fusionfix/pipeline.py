@@ -12,15 +12,14 @@ import time
 import warnings
 from dataclasses import replace
 
-from thunder_fusionfix._thunder import TraceCtx, untested_versions, warn_untested_versions
+from thunder_fusionfix._thunder import TraceCtx, TraceTag, untested_versions, warn_untested_versions
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.edit import apply_plan
 from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Graph, Plan, Report
 from thunder_fusionfix.passes import PASSES, Pass
-from thunder_fusionfix.read import example_strides, forward_arguments, read
-from thunder_fusionfix.simulate import simulate
+from thunder_fusionfix.read import example_strides, forward_trace, read
 from thunder_fusionfix.verify import verify
 
 _warned: set[str] = set()  # messages that this process has shown
@@ -55,28 +54,29 @@ def fix_trace(trace: TraceCtx, config: FusionFixConfig | None = None) -> tuple[T
 
 def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
     started = time.perf_counter()
-    strides, held = example_strides(), forward_arguments()
+    strides, forward = example_strides(), _forward_graph(trace)
 
-    def graph_of(some_trace: TraceCtx) -> Graph:
-        return read(some_trace, strides=strides, held=held)
+    def facts_of(some_trace: TraceCtx) -> Facts:
+        held = forward.args if forward is not None else ()
+        return Facts(read(some_trace, strides=strides, held=held), config, forward)
 
-    graph = first = graph_of(trace)
+    facts = first = facts_of(trace)
     decisions: list[Decision] = []
     kept_input: str | None = None
     for item in PASSES:
         if not getattr(config, item.name):
             continue
         fuel = None if config.fuel is None else config.fuel - sum(decision.applied for decision in decisions)
-        plan = item.plan(Facts(graph, config), fuel)
+        plan = item.plan(facts, fuel)
         if plan.is_empty:
             decisions += plan.decisions
             continue
         try:
-            new_trace = apply_plan(trace, graph, plan, f"{_provenance(item, plan)}")
-            new_graph = graph_of(new_trace)
+            new_trace = apply_plan(trace, facts.graph, plan, _provenance(item, plan))
+            new_facts = facts_of(new_trace)
             if config.verify:
-                verify(graph, new_graph, item.allow)
-            why_not = _why_not(graph, new_graph)
+                verify(facts.graph, new_facts.graph, item.allow)
+            why_not = _why_not(facts, new_facts)
         except Exception as error:
             if config.strict:
                 raise
@@ -86,14 +86,14 @@ def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
             kept_input = why_not
             decisions += [replace(decision, applied=False, reason=f"pass undone: {why_not}") for decision in plan.decisions]
             continue
-        trace, graph = new_trace, new_graph
+        trace, facts = new_trace, new_facts
         decisions += plan.decisions
     report = Report(
-        stage=graph.stage,
-        before=simulate(first),
-        after=simulate(graph),
-        graph_before=first,
-        graph_after=graph,
+        stage=facts.graph.stage,
+        before=first.timeline,
+        after=facts.timeline,
+        graph_before=first.graph,
+        graph_after=facts.graph,
         decisions=tuple(decisions),
         seconds=time.perf_counter() - started,
         kept_input=kept_input,
@@ -101,9 +101,17 @@ def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
     return trace, report
 
 
-def _why_not(before: Graph, after: Graph) -> str | None:
+def _forward_graph(trace: TraceCtx) -> Graph | None:
+    """The Graph of the forward that saved what ``trace`` takes; None where ``trace`` is no backward, or nobody knows it."""
+    if TraceTag.BACKWARD not in trace.tags:
+        return None
+    forward = forward_trace()
+    return None if forward is None else read(forward, strides=example_strides())
+
+
+def _why_not(before: Facts, after: Facts) -> str | None:
     """Why a verified rewrite is not kept: its price."""
-    old, new = simulate(before).peak_bytes, simulate(after).peak_bytes
+    old, new = before.timeline.peak_bytes, after.timeline.peak_bytes
     return f"the simulated peak would rise from {old} to {new} bytes" if new > old else None
 
 

@@ -83,13 +83,13 @@ def example_strides() -> dict[str, tuple[int, ...]]:
     return found
 
 
-def forward_arguments() -> frozenset[str]:
-    """Names of the arguments of the forward trace that Thunder compiles now: its caller owns them during the backward."""
-    stats = get_compile_stats()
-    traces = getattr(stats, "last_traces", None)
-    if not traces:
-        return frozenset()
-    return frozenset(proxy.name for proxy in tree_iter(traces[-1].args) if isinstance(proxy, Proxy))
+def forward_trace() -> TraceCtx | None:
+    """The forward trace of the compile that runs now, as it was handed over last; None outside a compile.
+
+    Its arguments belong to the caller during the backward, and it tells which saved tensors share memory.
+    """
+    traces = getattr(get_compile_stats(), "last_traces", None)
+    return traces[-1] if traces else None
 
 
 def _stage(trace: TraceCtx) -> str:
