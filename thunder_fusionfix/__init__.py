@@ -38,8 +38,9 @@ _PUBLIC = {
     "load_model": "models",
 }
 
-# Modules that change or extend Thunder when they are imported.
-_THUNDER_SIDE = ("_thunder",)
+# module -> what is imported right after it: mending Thunder first, then registering the plugin and the executor with it.
+# The latter two must not import other modules of ours that import `_thunder`: one of those may be what imports it now.
+_FOLLOWERS = {"thunder": ("_thunder",), f"{__name__}._thunder": ("plugin", "executor")}
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 -- the keys are strings
 
@@ -54,18 +55,18 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
 
 
-def _join_thunder() -> None:
-    for module in _THUNDER_SIDE:
-        importlib.import_module(f"{__name__}.{module}")
+def _import_followers(module: str) -> None:
+    for follower in _FOLLOWERS[module]:
+        importlib.import_module(f"{__name__}.{follower}")
 
 
-class _AfterThunder(importlib.abc.MetaPathFinder):
-    """Finds the module "thunder" as the other finders do, and calls `_join_thunder` when it has been executed."""
+class _Follow(importlib.abc.MetaPathFinder):
+    """Finds modules as the other finders do, and imports the followers of one when it has been executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "thunder":
+        if fullname not in _FOLLOWERS:
             return None
         others = (finder.find_spec(fullname, path, target) for finder in sys.meta_path if finder is not self)
         spec = next((found for found in others if found is not None), None)
@@ -73,15 +74,14 @@ class _AfterThunder(importlib.abc.MetaPathFinder):
             return spec
         execute = spec.loader.exec_module
 
-        def execute_and_join(module: types.ModuleType) -> None:
+        def execute_and_follow(module: types.ModuleType) -> None:
             execute(module)
-            _join_thunder()
+            _import_followers(fullname)
 
-        spec.loader.exec_module = execute_and_join  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_follow  # type: ignore[method-assign]
         return spec
 
 
+sys.meta_path.insert(0, _Follow())
 if "thunder" in sys.modules:
-    _join_thunder()
-else:
-    sys.meta_path.insert(0, _AfterThunder())
+    _import_followers("thunder")

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,6 +39,7 @@ from thunder_fusionfix._thunder import (
     FusionExecutor,
     TraceCtx,
     Transform,
+    before_split,
     compile_data_and_stats,
     get_executor,
     nvfuser_registered,
@@ -68,12 +70,12 @@ class Part:
     """One function that Thunder compiles."""
 
     name: str  # "thunder_0 of graph 1"; for a function its own name
-    joint: TraceCtx  # forward and backward in one, as the last fusion executor in the list is given it
-    fused: TraceCtx  # the same after all fusion passes, right before the split
-    forward_before: TraceCtx  # final forward trace as the first of the given transforms sees it
-    backward_before: TraceCtx | None  # the same for backward; None where nothing requires a gradient
-    forward: TraceCtx  # final forward trace, after the given transforms
-    backward: TraceCtx | None
+    joint: TraceCtx = field(repr=False)  # forward and backward in one, as the last fusion executor in the list is given it
+    fused: TraceCtx = field(repr=False)  # the same after all fusion passes, right before the split
+    forward_before: TraceCtx = field(repr=False)  # final forward trace as the first of the given transforms sees it
+    backward_before: TraceCtx | None = field(repr=False)  # the same for backward; None where nothing requires a gradient
+    forward: TraceCtx = field(repr=False)  # final forward trace, after the given transforms
+    backward: TraceCtx | None = field(repr=False)
     seconds: Seconds
     jitted: Any = field(repr=False)  # what thunder.jit returned; it owns the compile data
 
@@ -159,7 +161,7 @@ def capture(
     notes = list(_shared_memory((args, kwargs)))
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with nvfuser_registered() as nvfuser, torch.set_grad_enabled(grad):
+    with nvfuser_registered() as nvfuser, torch.set_grad_enabled(grad), _no_garbage_collection():
         options["executors"] = _resolve(executors, nvfuser, notes)
         recorder = _Recorder(options["executors"], tuple(transforms))
         options["transforms"] = recorder.transforms
@@ -170,16 +172,25 @@ def capture(
         if dynamo:
             jobs = _thunderfx_jobs(fn, fake_args, fake_kwargs, fake_mode, options, notes, progress)
         else:
-            jobs = [
-                _Job(
-                    getattr(fn, "__name__", type(fn).__name__), thunder.jit(fn, **options), fake_args, fake_kwargs, grad
-                )
-            ]
+            name = getattr(fn, "__name__", type(fn).__name__)
+            jobs = [_Job(name, thunder.jit(fn, **options), fake_args, fake_kwargs, grad)]
         with fake_mode:
             parts = tuple(recorder.compile(job, progress) for job in jobs)
     if all(part.backward is None for part in parts) and grad:
         notes.append("No argument and no parameter requires a gradient: there is no backward trace.")
     return Capture(parts, tuple(notes), time.perf_counter() - start)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Traces only grow while they are made: collecting finds nothing, and took 4 of 31 CPU seconds for 8 layers of Qwen2."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # ---------------------------------------------------------------- arguments
@@ -316,7 +327,7 @@ def _thunderfx_jobs(
 
 
 class _Hook(Transform):
-    """Keeps the traces that Thunder hands to it and when."""
+    """Keeps the traces that Thunder hands to it, forward first, and when."""
 
     def __init__(self) -> None:
         self.traces: list[TraceCtx] = []
@@ -327,9 +338,42 @@ class _Hook(Transform):
         self.times.append(time.perf_counter())
         return computation_trace
 
+    def forget(self) -> None:
+        self.traces, self.times = [], []
+
+    @property
+    def forward(self) -> TraceCtx:
+        return self.traces[0]
+
+    @property
+    def backward(self) -> TraceCtx | None:
+        return self.traces[1] if len(self.traces) > 1 else None
+
+
+class _FusionWatch:
+    """Keeps what goes through fusion passes, and how long they take."""
+
+    def __init__(self) -> None:
+        self.given: list[TraceCtx] = []
+        self.made: list[TraceCtx] = []
+        self.seconds = 0.0
+
+    def watched(self, fusion_pass: Callable[[TraceCtx], TraceCtx]) -> Callable[[TraceCtx], TraceCtx]:
+        """A fusion pass that does the same and is seen."""
+
+        def watch(trace: TraceCtx) -> TraceCtx:
+            start = time.perf_counter()
+            made = fusion_pass(trace)
+            self.seconds += time.perf_counter() - start
+            self.given.append(trace)
+            self.made.append(made)
+            return made
+
+        return watch
+
 
 class _Recorder:
-    """Watches Thunder compile one function after another."""
+    """Lets Thunder compile one function after another with the same options."""
 
     def __init__(self, executors: Sequence[Any], transforms: Sequence[Transform]) -> None:
         self.before, self.after = _Hook(), _Hook()
@@ -339,39 +383,24 @@ class _Recorder:
     def compile(self, job: _Job, progress: Callable[[str], None]) -> Part:
         """Lets Thunder compile ``job``, not run it."""
         progress(job.name)
-        self.before.__init__(), self.after.__init__()  # type: ignore[misc]
-        seen: list[TraceCtx] = []  # input and output of each fusion pass
-        fusion_seconds = 0.0
-
-        def watched(fusion_pass: Callable[[TraceCtx], TraceCtx]) -> Callable[[TraceCtx], TraceCtx]:
-            def watch(trace: TraceCtx) -> TraceCtx:
-                nonlocal fusion_seconds
-                start = time.perf_counter()
-                fused = fusion_pass(trace)
-                fusion_seconds += time.perf_counter() - start
-                seen.extend((trace, fused))
-                return fused
-
-            return watch
-
+        self.before.forget()
+        self.after.forget()
+        fusion, split = _FusionWatch(), list[TraceCtx]()
         start = time.perf_counter()
-        with contextlib.ExitStack() as stack, torch.set_grad_enabled(job.grad):
+        with contextlib.ExitStack() as stack, torch.set_grad_enabled(job.grad), before_split(split.append):
             for fuser in self.fusers:
-                stack.enter_context(replaced(fuser, "fusion_pass", watched(fuser.fusion_pass)))
+                stack.enter_context(replaced(fuser, "fusion_pass", fusion.watched(fuser.fusion_pass)))
             thunder.compile_data(job.jitted).get_computation_and_inputs(*job.args, **job.kwargs)
         total = time.perf_counter() - start
-
-        forward_before, *backward_before = self.before.traces
-        forward, *backward = self.after.traces
-        joint, fused = seen[-2:] if seen else (forward_before, forward_before)
+        fused = [self.before.forward, *fusion.made, *split][-1]
         return Part(
             name=job.name,
-            joint=joint,
+            joint=[fused, *fusion.given][-1],
             fused=fused,
-            forward_before=forward_before,
-            backward_before=backward_before[0] if backward_before else None,
-            forward=forward,
-            backward=backward[0] if backward else None,
-            seconds=Seconds(total, fusion_seconds, self.after.times[0] - self.before.times[-1]),
+            forward_before=self.before.forward,
+            backward_before=self.before.backward,
+            forward=self.after.forward,
+            backward=self.after.backward,
+            seconds=Seconds(total, fusion.seconds, self.after.times[0] - self.before.times[-1]),
             jitted=job.jitted,
         )

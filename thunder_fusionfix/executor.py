@@ -35,7 +35,6 @@ from thunder_fusionfix._thunder import (
 )
 from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
 from thunder_fusionfix.joint import JointReport
-from thunder_fusionfix.joint_pipeline import Entry, fix_joint
 from thunder_fusionfix.passes import fold_matmuls
 from thunder_fusionfix.passes.fold_matmuls import COPY_LIMIT, fusionfix_linear, fusionfix_matmul
 
@@ -77,6 +76,9 @@ class FusionFixExecutor(OperatorExecutor, FusionExecutor):
         self._fuel = value
 
     def fusion_pass(self, trace: TraceCtx) -> TraceCtx:
+        # here, because this module is imported on joining Thunder, which may happen while `read` is being imported
+        from thunder_fusionfix.joint_pipeline import Entry, fix_joint
+
         config = current_config()
         executors = _executors()
         _warn_of_order(executors)

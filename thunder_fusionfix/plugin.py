@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from thunder_fusionfix._thunder import Plugin, PluginPolicy, Transform, register_plugin
-from thunder_fusionfix.transform import FusionFixTransform
 
 
 class FusionFix(Plugin):
@@ -12,6 +11,9 @@ class FusionFix(Plugin):
     policy = PluginPolicy.POST
 
     def setup_transforms(self) -> list[Transform]:
+        # here, because this module is imported on joining Thunder, which may happen while `read` is being imported
+        from thunder_fusionfix.transform import FusionFixTransform
+
         return [FusionFixTransform()]
 
 
