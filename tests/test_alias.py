@@ -96,6 +96,17 @@ def test_sharing_copy_gives_its_destination_and_writes_it() -> None:
     ]
 
 
+def test_sharing_write_whose_destination_is_given_by_keyword_may_write_any_input() -> None:
+    """Newer Thunder names the destination; where it is not found by position, every input may be it."""
+    build = GraphBuilder()
+    x = build.op("torch.ones", (4,), out="x", shape=(4,))
+    buffer = build.op("torch.zeros", (4,), out="buffer", shape=(4,))
+    build.ops.append(Op("prims.copy_to_out_", (x,), build.value("new", (4,)), kwargs=(("out", buffer),)))
+    found = aliases(build.returns(Ref("new")))
+    assert found.is_written("buffer")
+    assert found.sharing("new", "buffer") is Sharing.POSSIBLE
+
+
 def test_sharing_unknown_op_may_do_anything_to_what_it_is_given() -> None:
     """The outputs of an op without a row may share with its inputs, and it counts as a write to them."""
     build = GraphBuilder()

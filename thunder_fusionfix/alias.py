@@ -27,7 +27,7 @@ Values that come from outside may share memory with one another, which no trace 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from math import prod
@@ -35,6 +35,9 @@ from math import prod
 from thunder_fusionfix.effects import Copies, Effect, Kind, effect_of
 from thunder_fusionfix.layout import Shape, Strides, Viewed, is_row_major, layout_of, row_major, source_of
 from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Value, refs
+
+# Kinds whose outputs may be their inputs: unknown ops, dropout that is off, collectives that work in place.
+_MAY_GIVE_INPUTS = frozenset({Kind.BARRIER, Kind.RANDOM, Kind.COLLECTIVE, Kind.WAIT})
 
 # Thunder's torch implementation fills a new tensor, also where nothing has to move.
 _ALWAYS_COPIES = re.compile("torch_stride_order_prim_impl$")
@@ -213,13 +216,7 @@ class _Walk:
                 self.bring_in(name)
             return frozenset()
         if effect.kind is Kind.WRITE:
-            written = tuple(name for index in effect.writes for name in refs(op.args[index : index + 1]))
-            for name in outputs:
-                if written and written[0] in self.storage_of:
-                    self.share(name, written[0], self.strides[written[0]])
-                else:
-                    self.add_dense(name, None)
-            return frozenset(written)
+            return self.visit_write(op, effect, inputs, outputs)
         if len(outputs) == 1 and inputs:
             made = rearranged(op, self.graph.values, self.strides)
             if made is not None:
@@ -233,6 +230,18 @@ class _Walk:
                 for source in inputs:
                     self.may_share(id, self.storage_of[source])
         return frozenset(inputs) if effect.kind is Kind.BARRIER else frozenset()
+
+    def visit_write(self, op: Op, effect: Effect, inputs: list[str], outputs: list[str]) -> frozenset[str]:
+        """An op that writes an argument gives that argument; where it is not found, each input may be it."""
+        written = [name for name in _destinations(op, effect) if name in inputs]
+        for name in outputs:
+            if written:
+                self.share(name, written[0], self.strides[written[0]])
+                continue
+            id = self.add_dense(name, None)
+            for source in inputs:
+                self.may_share(id, self.storage_of[source])
+        return frozenset(written or inputs)
 
     def add_dense(self, name: str, strides: Strides | None) -> int:
         return self.add(name, span_bytes(self.graph.values[name], strides), strides)
@@ -370,57 +379,85 @@ class Inside:
 
 def inside_of(op: Op, values: Mapping[str, Value], strides: Mapping[str, Strides | None]) -> Inside:
     """What each leaf of the fusion region ``op`` makes, given the ``strides`` of the region's inputs."""
-    outputs = frozenset(op.outputs)
-    dense = op.id.startswith("nvFusion")
-    seen: dict[str, Seen] = {name: Seen(name, strides.get(name)) for name in op.inputs}
-    doubts: dict[str, tuple[str, ...]] = {}  # a value to the anchors that it may share memory with
-    written: set[str] = set()
+    walk = _InsideWalk(op, values)
+    walk.seen = {name: Seen(name, strides.get(name)) for name in op.inputs}
     for leaf in op.leaves:
+        walk.visit(leaf)
+    may_share = {name: tuple(other for other in walk.doubts.get(name, ()) if other != name) for name in op.outputs}
+    return Inside(walk.seen, may_share, frozenset(walk.written & set(op.inputs)))
+
+
+@dataclass
+class _InsideWalk:
+    """One pass over a region's leaves."""
+
+    region: Op
+    values: Mapping[str, Value]
+    seen: dict[str, Seen] = field(default_factory=dict)
+    doubts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # a value to the anchors that it may share with
+    written: set[str] = field(default_factory=set)  # anchors
+
+    def visit(self, leaf: Op) -> None:
         effect = effect_of(leaf)
-        local = {name: seen[name].strides for name in leaf.inputs if name in seen}
-        if effect.kind is Kind.WRITE:
-            names = [name for index in effect.writes for name in refs(leaf.args[index : index + 1])]
-            for name in names:
-                reached = {seen[name].anchor, *doubts.get(name, ())} if name in seen else set()
-                written |= {anchor for anchor in reached if anchor is not None}
-            for name in leaf.outputs:
-                seen[name] = seen.get(names[0], Seen(None, None)) if names else Seen(None, None)
-            continue
-        made = rearranged(leaf, values, local)
+        strides = {name: self.seen[name].strides for name in leaf.inputs if name in self.seen}
+        made = None if effect.kind is Kind.WRITE else rearranged(leaf, self.values, strides)
+        reached = self.reached(leaf.inputs)
+        destinations = self.reached(tuple(_destinations(leaf, effect))) or reached
         for name in leaf.outputs:
-            if name in seen:
+            if name in self.seen:
                 continue
-            own = name if name in outputs else None
-            if made is None:
-                shape = values[name].shape if name in values else None
-                after = row_major(shape) if dense and shape is not None else None
-                if not dense and shape is not None:
-                    after = computed_strides(leaf, values, local, name)
-                seen[name] = Seen(own, after)
-                if effect.kind in (Kind.BARRIER, Kind.RANDOM):
-                    doubts[name] = tuple(dict.fromkeys(_reached(leaf.inputs, seen, doubts)))
-                continue
-            source = seen[made.source]
-            if made.viewed is Viewed.YES:
-                fresh = own is not None and source.anchor is None
-                seen[name] = Seen(
-                    own if fresh else source.anchor, _packed(values[name], made.strides) if fresh else made.strides
-                )
+            if effect.kind is Kind.WRITE:
+                self.seen[name] = self.destination(leaf, effect)
+                self.doubts[name] = destinations
+            elif made is not None:
+                self.seen[name] = self.rearrange(name, made)
+                self.doubts[name] = self.reached((made.source,))
             else:
-                seen[name] = Seen(own, made.strides)
-            doubts[name] = tuple(dict.fromkeys(_reached((made.source,), seen, doubts)))
-        if effect.kind is Kind.BARRIER:
-            written |= set(_reached(leaf.inputs, seen, doubts))
-    may_share = {name: tuple(other for other in doubts.get(name, ()) if other != name) for name in op.outputs}
-    return Inside(seen, may_share, frozenset(written & set(op.inputs)))
+                self.seen[name] = Seen(self.own(name), self.computed(leaf, name, strides))
+                self.doubts[name] = reached if effect.kind in _MAY_GIVE_INPUTS else ()
+        if effect.kind is Kind.WRITE:
+            self.written.update(destinations)
+        elif effect.kind is Kind.BARRIER:
+            self.written.update(reached)
+
+    def own(self, name: str) -> str | None:
+        """The anchor of a value that is new memory: itself where it leaves the region."""
+        return name if name in self.region.outputs else None
+
+    def rearrange(self, name: str, made: Made) -> Seen:
+        if made.viewed is not Viewed.YES:
+            return Seen(self.own(name), made.strides)
+        anchor = self.seen[made.source].anchor
+        if anchor is None and name in self.region.outputs:
+            return Seen(name, _packed(self.values[name], made.strides))
+        return Seen(anchor, made.strides)
+
+    def computed(self, leaf: Op, name: str, strides: Mapping[str, Strides | None]) -> Strides | None:
+        """nvFuser makes what it computes row-major; Inductor keeps the strides that torch would give."""
+        if not self.region.id.startswith("nvFusion"):
+            return computed_strides(leaf, self.values, strides, name)
+        shape = self.values[name].shape
+        return None if shape is None else row_major(shape)
+
+    def destination(self, leaf: Op, effect: Effect) -> Seen:
+        """What a write gives back: the value that it wrote."""
+        found = [self.seen[name] for name in _destinations(leaf, effect) if name in self.seen]
+        return found[0] if found else Seen(None, None)
+
+    def reached(self, names: tuple[str, ...]) -> tuple[str, ...]:
+        """Inputs and outputs of the region whose memory ``names`` have or may have."""
+        found: dict[str, None] = {}
+        for name in names:
+            anchor = self.seen[name].anchor if name in self.seen else None
+            if anchor is not None:
+                found[anchor] = None
+            found.update(dict.fromkeys(self.doubts.get(name, ())))
+        return tuple(found)
 
 
-def _reached(names: tuple[str, ...], seen: Mapping[str, Seen], doubts: Mapping[str, tuple[str, ...]]) -> Iterator[str]:
-    """Inputs and outputs of the region whose memory ``names`` have or may have."""
-    for name in names:
-        if name in seen and seen[name].anchor is not None:
-            yield seen[name].anchor  # type: ignore[misc]
-        yield from doubts.get(name, ())
+def _destinations(op: Op, effect: Effect) -> list[str]:
+    """Names of the arguments that a writing op changes, where they are given by position."""
+    return [name for index in effect.writes for name in refs(op.args[index : index + 1])]
 
 
 def _packed(value: Value, strides: Strides | None) -> Strides | None:
