@@ -9,6 +9,7 @@ The text is for people, for the tools' ten lines of context and for tests; it na
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from thunder_fusionfix.model import DEL, RETURN, UNPACK, Arg, Const, Graph, Op, Ref, Struct, Value
@@ -18,11 +19,19 @@ _KIND_NAMES = {"number": "int ?", "collection": "Collection", "other": "Any"}
 
 def graph_text(graph: Graph) -> str:
     """The Graph as a printed trace, sub-ops included; ends with a newline."""
+    return "\n".join(graph_lines(graph)[0]) + "\n"
+
+
+def graph_lines(graph: Graph) -> tuple[list[str], list[tuple[int, int]]]:
+    """The lines of the printed trace, and per op the first and last of its lines, counted from 1."""
     lines = [f"def {graph.name}({', '.join(graph.args)}):"]
     lines += [f"  # {typed}" for name in graph.args if (typed := type_text(graph.values[name])) is not None]
+    places = []
     for op in graph.ops:
+        first = len(lines) + 1
         lines += [f"  {line}" for line in op_lines(op, graph.values)]
-    return "\n".join(lines) + "\n"
+        places.append((first, len(lines)))
+    return lines, places
 
 
 def op_lines(op: Op, values: Mapping[str, Value]) -> list[str]:
@@ -69,7 +78,7 @@ def arg_text(arg: Arg) -> str:
 
 
 def _float_text(number: float) -> str:
-    if number != number:
+    if math.isnan(number):
         return "float('NaN')"
     if number in (float("inf"), -float("inf")):
         return "float('inf')" if number > 0 else "-float('inf')"

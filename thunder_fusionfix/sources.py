@@ -1,0 +1,188 @@
+"""Traces from wherever a user has them: a file or pasted text, a saved Graph, a Graph, a trace of Thunder's own.
+
+Whatever it came from, a `Source` knows the trace's Graph and its printed lines, so that every tool can point at a line.
+
+    >>> (source,) = sources("def f(x):\\n  t1 = prims.neg(x)\\n  return t1\\n")
+    >>> source.title, source.text_of(0)
+    ('f (<text>:1)', ('  t1 = prims.neg(x)',))
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from thunder_fusionfix.diff import TraceDiff, diff
+from thunder_fusionfix.errors import UsageError
+from thunder_fusionfix.model import Graph
+from thunder_fusionfix.parse import parse_document
+from thunder_fusionfix.store import FORMAT, load_graphs
+from thunder_fusionfix.unparse import graph_lines
+
+STDIN = "-"
+_SUFFIXES = (".txt", ".py", ".md", ".json", ".log", ".trace")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One trace and its printed lines."""
+
+    graph: Graph
+    name: str  # of the file, or what stands for it
+    first_line: int  # of the trace in the file, from 1
+    lines: tuple[str, ...]  # of the whole file
+    op_lines: tuple[tuple[int, int], ...]  # per op: its first and last line, from 1
+
+    @property
+    def title(self) -> str:
+        return f"{self.graph.name} ({self.name}:{self.first_line})"
+
+    def place(self, pos: int) -> str:
+        """Where an op stands: ``trace.txt:12``."""
+        return f"{self.name}:{self.op_lines[pos][0]}" if self.op_lines else self.name
+
+    def text_of(self, pos: int) -> tuple[str, ...]:
+        """The lines of an op, with its sub-ops."""
+        first, last = self.op_lines[pos]
+        return self.lines[first - 1 : last]
+
+    def context(self, pos: int, num_lines: int = 10) -> tuple[tuple[str, ...], int]:
+        """About ``num_lines`` lines around an op, and which of them is its first."""
+        first = self.op_lines[pos][0] if self.op_lines else 1
+        start = max(0, min(first - 1 - num_lines // 2, len(self.lines) - num_lines))
+        return self.lines[start : start + num_lines], first - 1 - start
+
+
+def sources(trace: Any) -> tuple[Source, ...]:
+    """All traces in ``trace``, in order; at least one.
+
+    Args:
+        trace: a TraceCtx of Thunder's, a Graph, a path, ``"-"`` for standard input, or the text of a printed trace itself
+            (a string of several lines). Files hold printed traces with anything around them, or Graphs that were saved.
+
+    Raises:
+        UsageError: there is no such file, or no trace in it.
+        UnsupportedTraceError: a TraceCtx that `read` refuses.
+    """
+    if isinstance(trace, Source):
+        return (trace,)
+    if isinstance(trace, Graph):
+        return (_of_graph(trace, "<graph>"),)
+    if isinstance(trace, (list, tuple)) and trace:
+        return tuple(source for one in trace for source in sources(one))
+    if hasattr(trace, "bound_symbols"):
+        return (_of_trace(trace),)
+    if isinstance(trace, str) and "\n" in trace:
+        return _of_text(trace, "<text>")
+    if isinstance(trace, str) and trace == STDIN:
+        return _of_text(sys.stdin.read(), "<stdin>")
+    if isinstance(trace, (str, Path)):
+        return _of_file(Path(trace))
+    raise UsageError(
+        f"{type(trace).__name__} is no trace; give a trace of Thunder's, a Graph, a path or the printed text"
+    )
+
+
+def choose(found: Sequence[Source], wanted: str | None) -> tuple[Source, ...]:
+    """The sources that ``wanted`` names: by number from 1, by name or by stage; all of them for None.
+
+    Raises:
+        UsageError: nothing has that number or name.
+    """
+    if wanted is None:
+        return tuple(found)
+    if wanted.isdigit() and 0 < int(wanted) <= len(found):
+        return (found[int(wanted) - 1],)
+    chosen = tuple(one for one in found if wanted in (one.graph.name, one.graph.stage))
+    if not chosen:
+        there = ", ".join(f"{i} {one.graph.name} at line {one.first_line}" for i, one in enumerate(found, start=1))
+        raise UsageError(f"{found[0].name}:1: no trace {wanted!r}; the file holds {there}")
+    return chosen
+
+
+def paired(before: Sequence[Source], after: Sequence[Source]) -> tuple[tuple[Source, Source], ...]:
+    """Traces to compare: those of one stage with each other, in order; the only ones of both sides in any case.
+
+    Raises:
+        UsageError: no trace of one side has a counterpart.
+    """
+    if len(before) == len(after) == 1:
+        return ((before[0], after[0]),)
+    left = {stage: [one for one in after if one.graph.stage == stage] for stage in {one.graph.stage for one in after}}
+    pairs = []
+    for one in before:
+        if left.get(one.graph.stage):
+            pairs.append((one, left[one.graph.stage].pop(0)))
+    if not pairs:
+        raise UsageError(f"{before[0].name}:1: no trace of the same stage in {after[0].name}; choose one with --trace")
+    return tuple(pairs)
+
+
+def diff_traces(before: Any, after: Any) -> TraceDiff:
+    """The differences between two traces.
+
+    Args:
+        before: a TraceCtx, a Graph, a path or printed text, with one trace.
+        after: the same.
+
+    Returns:
+        The diff; ``is_empty`` where the traces are the same but for names.
+
+    Raises:
+        UsageError: there is no such file, or it does not hold exactly one trace.
+
+    Example: ``diff_traces(thunder.last_traces(f)[-2], thunder.last_traces(f)[-1])``
+    """
+    return diff(_only(sources(before)).graph, _only(sources(after)).graph)
+
+
+def _only(found: Sequence[Source]) -> Source:
+    if len(found) > 1:
+        raise UsageError(f"{found[1].title}: {len(found)} traces where one is wanted")
+    return found[0]
+
+
+def _of_trace(trace: Any) -> Source:
+    from thunder_fusionfix.read import read
+
+    graph, text = read(trace), str(trace)
+    (parsed,) = parse_document(text, name="<trace>")
+    if len(parsed.op_lines) != len(graph.ops):
+        return _of_graph(graph, "<trace>")
+    return Source(graph, "<trace>", parsed.first_line, tuple(text.split("\n")), parsed.op_lines)
+
+
+def _of_graph(graph: Graph, name: str) -> Source:
+    lines, places = graph_lines(graph)
+    return Source(graph, name, 1, tuple(lines), tuple(places))
+
+
+def _of_text(text: str, name: str) -> tuple[Source, ...]:
+    lines = tuple(line.rstrip("\r") for line in text.split("\n"))
+    return tuple(
+        Source(parsed.graph, name, parsed.first_line, lines, parsed.op_lines)
+        for parsed in parse_document(text, name=name)
+    )
+
+
+def _of_file(path: Path) -> tuple[Source, ...]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise UsageError(f"{path}:1: cannot be read ({error.strerror or error})") from error
+    if text.lstrip().startswith("{") and f'"{FORMAT}"' in text[:200]:
+        return tuple(_of_graph(graph, f"{path}#{label}") for label, graph in load_graphs(path).items())
+    return _of_text(text, str(path))
+
+
+def looks_like_file(target: str) -> bool:
+    """True for what a user means as a file rather than as the name of a model."""
+    return target == STDIN or Path(target).exists() or target.endswith(_SUFFIXES)
+
+
+def titles(found: Iterable[Source]) -> str:
+    """Names and places of traces, for people."""
+    return ", ".join(source.title for source in found)
