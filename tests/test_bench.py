@@ -319,6 +319,12 @@ def test_tables_show_ratio_miss_and_failure(run):
     assert len(ratios(run)) == 1 and notes(run)[0].startswith("eager")
 
 
+def test_tables_lower_bound_is_not_compared_with_the_measurement(run):
+    """A prediction that counts only part of the memory is shown as such."""
+    run.predictions["plain"]["is_lower_bound"] = True
+    assert ">= 20,200" in plain_table(run) and "+1.0%" not in plain_table(run)
+
+
 def test_run_saved_and_loaded_is_the_same_and_leaves_no_part(run, tmp_path):
     """The file is written whole: nothing else is left beside it."""
     run.save(tmp_path / "r.json")

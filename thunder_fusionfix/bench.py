@@ -46,6 +46,7 @@ from thunder_fusionfix.results import (
     markdown,
     plain_table,
 )
+from thunder_fusionfix.step import OPTIMIZERS
 from thunder_fusionfix.variants import DEFAULT, VARIANTS, find
 
 OUT = Path("fusionfix-out/bench")
@@ -371,7 +372,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("model", help="a named configuration, or file.py:function")
     for name in ("layers", "hidden-size", "seq", "batch"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--optimizer", default="none", choices=("none", "sgd", "adamw"))
+    parser.add_argument("--optimizer", default="none", choices=tuple(OPTIMIZERS), help="what follows the backward")
     parser.add_argument(
         "--variants", default=",".join(DEFAULT), help=f"some of {', '.join(VARIANTS)}, with commas between"
     )

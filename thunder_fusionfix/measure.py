@@ -4,8 +4,8 @@
 What the process prints that starts with `STATE` tells how far it is. It ends when its standard input does, so that it never
 outlives the `bench` that started it.
 
-One step is what a training loop does: forward, backward of the loss, and the optimizer where there is one. Without an optimizer
-the gradients are kept and added to, as in a loop without ``zero_grad``. The output stays alive until the step ends.
+One step is what a training loop does: forward, backward of the loss, and the optimizer where there is one. After it
+gradients are set to None, but with "keep-gradients", a loop without ``zero_grad``. The output stays alive until the step ends.
 
 In order, and why so:
 
@@ -25,6 +25,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import gc
 import importlib.metadata
 import importlib.util
@@ -47,6 +48,7 @@ from typing import TYPE_CHECKING, Any
 
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.results import FAILED, OK, OUT_OF_MEMORY, SKIPPED, Spec
+from thunder_fusionfix.step import OPTIMIZERS
 from thunder_fusionfix.variants import SHARED, VARIANTS, Variant
 
 if TYPE_CHECKING:  # `bench` imports this module and needs no torch
@@ -195,6 +197,7 @@ class Step:
     call: Callable
     program: Program
     optimizer: Any | None
+    keeps_gradients: bool = False
 
     def forward(self) -> Any:
         return self.call(*self.program.args, **self.program.kwargs)
@@ -202,7 +205,13 @@ class Step:
     def finish(self) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+        if not self.keeps_gradients:
+            for parameter in self.parameters:
+                parameter.grad = None
+
+    @functools.cached_property
+    def parameters(self) -> tuple[torch.Tensor, ...]:
+        return tuple(parameters_of(self.program).values())
 
     def run(self) -> None:
         output = self.forward()
@@ -278,7 +287,8 @@ def measure(job: Job, say: Callable[[str], None], lock: GpuLock | None = None) -
             say(phase)
             program = build(job.spec)
             call, ours = compiled(program.fn, VARIANTS[job.variant])
-            step = Step(call, program, make_optimizer(job.spec.optimizer, program))
+            kept = OPTIMIZERS[job.spec.optimizer].keeps_gradients
+            step = Step(call, program, make_optimizer(job.spec.optimizer, program), kept)
             phase = "first step"
             say(phase)
             measured["first_step_s"] = _first_step(step)
@@ -369,12 +379,12 @@ def _memory(step: Step) -> dict[str, Any]:
         torch.cuda.synchronize()
         note("backward_peak_bytes", torch.cuda.max_memory_allocated())
         note("backward_peak_requested_bytes", _counter("requested_bytes.all.peak"))
-        note("reserved_bytes", torch.cuda.max_memory_reserved())
-        del output
         torch.cuda.reset_peak_memory_stats()
         step.finish()
         torch.cuda.synchronize()
         note("optimizer_peak_bytes", torch.cuda.max_memory_allocated())
+        note("reserved_bytes", torch.cuda.max_memory_reserved())
+        del output
     peaks = ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes")
     found["peak_bytes"] = max(found[name] for name in peaks)
     workspaces = torch.cuda.memory_allocated()
@@ -396,11 +406,11 @@ def _history(step: Step) -> dict[str, Any]:
         torch.empty(_MARK_BYTES, dtype=torch.uint8, device="cuda")
         backward(output)
         torch.cuda.synchronize()
-        del output
         events = torch.cuda.memory._snapshot()["device_traces"][torch.cuda.current_device()]
     finally:
         torch.cuda.memory._record_memory_history(enabled=None)
     step.finish()
+    del output
     return replay(events, base)
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thunder_fusionfix.devices import Device
+from thunder_fusionfix.devices import CONTEXT_BYTES, Device, fits
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.measure import STATE, Job, Missing, join_parent, thunder_options
 from thunder_fusionfix.model import Op
-from thunder_fusionfix.results import FAILED, OK, SKIPPED, Spec
+from thunder_fusionfix.results import FAILED, OK, SKIPPED, Spec, megabytes
 from thunder_fusionfix.step import StepPart, StepTimeline, simulate_step
 from thunder_fusionfix.variants import find
 
@@ -97,6 +97,7 @@ def as_record(prediction: Prediction) -> dict[str, Any]:
     return {
         "status": OK,
         "peak_bytes": step.peak_bytes,
+        "is_lower_bound": step.is_lower_bound,
         "peak_phase": step.peak_phase.name,
         "forward_peak_bytes": step.peak_of("forward"),
         "backward_peak_bytes": step.peak_of("backward"),
@@ -115,6 +116,35 @@ def as_record(prediction: Prediction) -> dict[str, Any]:
         "notes": [*prediction.notes, *step.notes],
         "capture_s": prediction.seconds,
     }
+
+
+def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:
+    """What ``explain MODEL --step`` prints: the peak, whether it fits, each phase, and what is alive at the peak."""
+    step = prediction.step
+    spare = device.capacity_bytes - CONTEXT_BYTES - step.peak_bytes
+    verdict = (
+        f"fits, {megabytes(spare)} MB to spare"
+        if fits(step.peak_bytes, device)
+        else f"does not fit by {megabytes(-spare)} MB"
+    )
+    lines = [
+        f"{spec.title}: a step needs {'at least ' if step.is_lower_bound else ''}{megabytes(step.peak_bytes)} MB, in the {step.peak_phase.name}",
+        f"{device.name} has {megabytes(device.capacity_bytes)} MB, the CUDA context takes about {megabytes(CONTEXT_BYTES)}: {verdict}",
+        "",
+        f"{'phase':44}{'peak MB':>10}",
+        *(f"{phase.name:44}{megabytes(phase.peak_bytes):>10}" for phase in step.phases),
+        f"{'start of the backward':44}{megabytes(step.backward_start_bytes):>10}",
+        f"{'saved by the forwards, outputs included':44}{megabytes(step.saved_bytes):>10}",
+        "",
+        f"{'alive at the peak':44}{'MB':>10}",
+        *(f"{holder.name:44}{megabytes(holder.nbytes):>10}  {holder.producer}" for holder in step.holders[:12]),
+    ]
+    rest = step.holders[12:]
+    if rest:
+        lines.append(f"{f'{len(rest)} more':44}{megabytes(sum(holder.nbytes for holder in rest)):>10}")
+    if step.unknown:
+        lines += ["", f"bytes not known, counted as 0: {', '.join(step.unknown)}"]
+    return "\n".join([*lines, *([""] if prediction.notes or step.notes else []), *prediction.notes, *step.notes])
 
 
 def _is_call(op: Op) -> bool:

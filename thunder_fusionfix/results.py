@@ -48,7 +48,7 @@ class Spec:
     hidden_size: int | None = None
     seq: int | None = None  # tokens
     batch: int | None = None
-    optimizer: str = "none"  # a name in `step.OPTIMIZERS`; with "none" gradients add up, as in a loop without zero_grad
+    optimizer: str = "none"  # a name in `step.OPTIMIZERS`
 
     @property
     def sizes(self) -> dict[str, Any]:
@@ -141,21 +141,22 @@ def rows(run: Run) -> list[tuple[str, ...]]:
 
 def _row(run: Run, name: str) -> tuple[str, ...]:
     record, measured = run.variants.get(name, {}), measured_of(run, name)
-    predicted = run.predictions.get(name, {}).get("peak_bytes")
-    shown = _cells(measured, predicted)
+    shown = _cells(measured, run.predictions.get(name, {}))
     status = record.get("status", "not measured")
     return (VARIANTS[name].label + ("" if status == OK else f" ({status})"), *shown)
 
 
-def _cells(measured: Mapping[str, Any], predicted: int | None) -> tuple[str, ...]:
+def _cells(measured: Mapping[str, Any], prediction: Mapping[str, Any]) -> tuple[str, ...]:
+    predicted = prediction.get("peak_bytes")
+    at_least = ">= " if prediction.get("is_lower_bound") else ""
     step = measured.get("step_ms") or {}
     peak, first = measured.get("peak_bytes"), measured.get("first_step_s")
     distance = measured.get("gradient_distance")
     return (
         megabytes(peak),
         megabytes(measured.get("reserved_bytes")),
-        megabytes(predicted),
-        "-" if predicted is None or not peak else f"{predicted / peak - 1:+.1%}",
+        at_least + megabytes(predicted),
+        "-" if predicted is None or not peak or at_least else f"{predicted / peak - 1:+.1%}",
         megabytes(measured.get("saved_bytes")),
         megabytes(measured.get("backward_start_bytes")),
         _number(step.get("median"), 1),

@@ -43,20 +43,27 @@ from functools import cached_property
 from thunder_fusionfix.devices import DEFAULT, find
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
-from thunder_fusionfix.model import UNPACK, Graph, Holder, Struct, refs
+from thunder_fusionfix.model import UNPACK, Graph, Holder, Op, Struct, refs
 from thunder_fusionfix.simulate import Prices, hold_cotangents
 
 
 @dataclass(frozen=True, slots=True)
 class Optimizer:
-    """An optimizer's memory in multiples of the parameters' bytes."""
+    """What happens between two steps; memory in multiples of the parameters' bytes."""
 
-    state: int  # kept from step to step
-    temporary: int  # while it runs
+    state: int = 0  # kept from step to step
+    temporary: int = 0  # while it runs
+    updates: bool = True  # False: nothing runs
+    keeps_gradients: bool = False  # the next step finds the gradients and adds to them; else they are set to None
 
 
 # torch.optim with its defaults on CUDA (foreach): AdamW keeps two averages, and takes the root of one of them into new tensors.
-OPTIMIZERS: Mapping[str, Optimizer] = {"none": Optimizer(0, 0), "sgd": Optimizer(0, 0), "adamw": Optimizer(2, 1)}
+OPTIMIZERS: Mapping[str, Optimizer] = {
+    "none": Optimizer(updates=False),
+    "keep-gradients": Optimizer(updates=False, keeps_gradients=True),  # a loop that calls backward and no more
+    "sgd": Optimizer(),
+    "adamw": Optimizer(state=2, temporary=1),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +104,7 @@ class StepTimeline:
     holders: tuple[Holder, ...]  # at the peak, largest first; the base and other parts in one line each
     unknown: tuple[str, ...] = ()  # tensors whose bytes are not known, counted as 0
     notes: tuple[str, ...] = ()
+    is_lower_bound: bool = False  # some region allocates inside what no Graph shows
 
     @cached_property
     def peak_phase(self) -> Phase:
@@ -123,8 +131,7 @@ def simulate_step(
 
     Args:
         parts: in call order.
-        optimizer: a name in `OPTIMIZERS`. With "none" gradients are never set to None: a step finds those of the step before.
-            With an optimizer they are set to None after each step.
+        optimizer: a name in `OPTIMIZERS`. Gradients are set to None after each step, but with "keep-gradients".
         workspace_bytes: of each cuBLAS handle; by default that of `devices.DEFAULT`.
         split_autograd: as Thunder's option: the cotangents are let go when the backward does. False under ThunderFX.
 
@@ -136,7 +143,7 @@ def simulate_step(
     if not parts:
         raise UsageError("a step needs at least one part that Thunder compiles")
     workspace = find(DEFAULT).workspace_bytes if workspace_bytes is None else workspace_bytes
-    return _Step(parts, OPTIMIZERS[optimizer], optimizer != "none", workspace, split_autograd).run()
+    return _Step(parts, OPTIMIZERS[optimizer], workspace, split_autograd).run()
 
 
 Key = tuple[int, str]  # a storage of the step: the part that made it (-1: there before) and its name
@@ -148,7 +155,6 @@ class _Step:
 
     parts: Sequence[StepPart]
     optimizer: Optimizer
-    sets_to_none: bool
     workspace_bytes: int
     split_autograd: bool
     sizes: dict[Key, int] = field(default_factory=dict)
@@ -165,10 +171,17 @@ class _Step:
         for at in reversed(range(len(self.parts))):
             if self.parts[at].backward is not None:
                 self._backward(at)
-        if self.sets_to_none:
+        if self.optimizer.updates:
             self._optimize()
         highest = max(range(len(self.phases)), key=lambda at: (self.phases[at].peak_bytes, -at))
         holders = (*self.beside[highest], *self.inside[highest])
+        hides = any(
+            _hides_memory(op)
+            for part in self.parts
+            for graph in (part.forward, part.backward)
+            if graph
+            for op in graph.ops
+        )
         return StepTimeline(
             phases=tuple(self.phases),
             base={name: size for name, size in self.base.items()},
@@ -176,7 +189,8 @@ class _Step:
             backward_start_bytes=self._start_of_backward(),
             holders=tuple(sorted((holder for holder in holders if holder.nbytes), key=lambda holder: -holder.nbytes)),
             unknown=tuple(dict.fromkeys(self.unknown)),
-            notes=tuple(dict.fromkeys(self.notes)),
+            notes=tuple(dict.fromkeys([*self.notes, *([_INSIDE] if hides else [])])),
+            is_lower_bound=hides,
         )
 
     # ------------------------------------------------ who made what
@@ -275,7 +289,7 @@ class _Step:
         return {
             "parameters": parameters,
             "inputs": sum(self.sizes[key] for key in outside if key[0] == -1 and key not in self.needs_grad),
-            "gradients": 0 if self.sets_to_none else sum(self.needs_grad.values()),
+            "gradients": sum(self.needs_grad.values()) if self.optimizer.keeps_gradients else 0,
             "optimizer state": self.optimizer.state * parameters,
             "cuBLAS workspaces": handles * self.workspace_bytes,
         }
@@ -376,7 +390,7 @@ class _Step:
         for argument, gradient in _gradients_of(self.parts[at], self.notes):
             if argument in self.made_by[at]:
                 self.on_their_way[self.made_by[at][argument]] = self._backward_size(at, gradient)
-            elif self.sets_to_none:
+            elif not self.optimizer.keeps_gradients:
                 key = self.key(at, argument)
                 self.new_gradients[key] = self.needs_grad[key]
 
@@ -464,6 +478,14 @@ def _gradients_of(part: StepPart, notes: list[str]) -> Iterator[tuple[str, str]]
     for argument, gradient in zip(part.forward.args, gradients):
         for name in refs(gradient):
             yield argument, name
+
+
+_INSIDE = "A TorchCompile region multiplies matrices: what Inductor allocates inside is not counted, the prediction is a lower bound."
+
+
+def _hides_memory(op: Op) -> bool:
+    """True for a region whose kernels exchange tensors that only its compiler knows: Inductor calls cuBLAS between its own."""
+    return op.id.startswith("TorchCompile") and any(effect_of(leaf).kind is Kind.MATMUL for leaf in op.leaves)
 
 
 def _multiplies(graph: Graph) -> bool:
