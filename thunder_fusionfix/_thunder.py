@@ -86,6 +86,7 @@ def mend_nvfuser() -> bool:
 
 # ---------------------------------------------------------------- versions
 
+
 # package -> the releases that the passes were tested with; pyproject.toml pins the same
 TESTED: dict[str, tuple[str, ...]] = {
     "torch": ("2.10", "2.11"),

@@ -1,0 +1,123 @@
+"""`_thunder` and the package's joining of Thunder: one mend, versions, and registration in every order of imports."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from thunder_fusionfix import _thunder
+
+
+def run(code):
+    """Standard output of ``code`` in a new Python."""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+@pytest.mark.nvfuser
+def test_mend_gives_thunder_the_function_that_nvfuser_has(monkeypatch):
+    """The function that fails is replaced once, by one that describes a tensor as Thunder documents it."""
+    impl = _thunder._nvfuser_impl()
+    assert _thunder.mend_nvfuser() is False
+
+    def fails(shape, stride):
+        from nvfuser import compute_tensor_descriptor
+
+        return compute_tensor_descriptor(shape, stride)
+
+    monkeypatch.setattr(impl, "compute_contiguity", fails)
+    with pytest.raises(ImportError):
+        impl.compute_contiguity((2, 3), (3, 1))
+    assert _thunder.mend_nvfuser() is True
+    assert impl.compute_contiguity((1, 2, 3), (6, 3, 1)) == ((None, True, True), (2, 1, 0))
+    assert impl.compute_contiguity((2, 3, 4), (12, 1, 3)) == ((True, True, True), (2, 0, 1))
+    assert _thunder.mend_nvfuser() is False
+
+
+@pytest.mark.nvfuser
+def test_mend_leaves_an_older_nvfuser_alone(monkeypatch):
+    """Where the module that Thunder asks is installed, nothing is replaced."""
+    impl = _thunder._nvfuser_impl()
+
+    def original(shape, stride):
+        return None
+
+    monkeypatch.setattr(impl, "compute_contiguity", original)
+    monkeypatch.setattr(_thunder.importlib.util, "find_spec", lambda name: name == "nvfuser" or None)
+    assert _thunder.mend_nvfuser() is False
+    assert impl.compute_contiguity is original
+
+
+def test_replaced_restores_after_an_error():
+    """A replaced attribute comes back, and one that was inherited is inherited again."""
+
+    class Base:
+        value = 1
+
+    class Child(Base):
+        pass
+
+    with pytest.raises(ZeroDivisionError), _thunder.replaced(Child, "value", 2):
+        assert (Child.value, Base.value) == (2, 1)
+        raise ZeroDivisionError
+    assert "value" not in vars(Child)
+
+
+@pytest.mark.parametrize(
+    ("version", "release", "expected"),
+    [("2.10.0+cu128", "2.10", True), ("2.10", "2.10", True), ("2.1.0", "2.10", False), ("2.100.0", "2.10", False)],
+)
+def test_is_release_tells_patches_from_other_releases(version, release, expected):
+    """A patch or build is the release; a longer number is another one."""
+    assert _thunder._is_release(version, release) is expected
+
+
+def test_installed_versions_are_tested_ones():
+    """The environment of the tests is one that the project says it was tested with."""
+    assert _thunder.untested_versions() == ()
+    assert _thunder.warn_untested_versions() is False
+
+
+def test_an_untested_version_is_named_once(monkeypatch):
+    """One warning names every untested package with its version and the tested ones; what is missing is no fault."""
+    versions = {"torch": "3.0.1", "lightning-thunder": "0.3.0", "nvFuser": None}
+    monkeypatch.setattr(_thunder, "installed_versions", lambda: versions)
+    _thunder.warn_untested_versions.cache_clear()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            assert [_thunder.warn_untested_versions() for _ in range(2)] == [True, True]
+        (warning,) = caught
+        assert "torch 3.0.1 (tested: 2.10, 2.11); lightning-thunder 0.3.0 (tested: 0.2.6)" in str(warning.message)
+        assert "nvFuser" not in str(warning.message)
+    finally:
+        _thunder.warn_untested_versions.cache_clear()
+
+
+def test_importing_the_package_does_not_import_torch():
+    """The pure layers and the command's help load without torch and Thunder."""
+    code = "import sys, thunder_fusionfix.model; print(sorted({'torch', 'thunder'} & set(sys.modules)))"
+    assert run(code) == "[]"
+
+
+@pytest.mark.parametrize("first", ["thunder", "thunder_fusionfix.read"])
+def test_package_joins_thunder_whichever_is_imported_first(first):
+    """Plugin and executor are registered, whatever the order of imports."""
+    code = (
+        f"import {first}, thunder_fusionfix, thunder; from thunder.plugins import get_plugin_names; "
+        "print('fusionfix' in get_plugin_names(), thunder.extend.get_executor('fusionfix').name)"
+    )
+    assert run(code) == "True fusionfix"
+
+
+def test_public_names_exist():
+    """Every name in `__all__` can be taken from the package."""
+    import thunder_fusionfix
+
+    assert all(getattr(thunder_fusionfix, name) is not None for name in thunder_fusionfix.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        thunder_fusionfix.nothing  # noqa: B018
