@@ -101,12 +101,16 @@ class GraphForm:
     observed: tuple[Observation, ...]
 
 
+_HARMLESS = PURE | {Kind.BOOKKEEPING}
+
+
 def has_effect(op: Op) -> bool:
     """True where ``op`` does more than compute its outputs, or is not known; for a region, where something in it does."""
     if op.is_fusion:
         return any(has_effect(subop) for subop in op.subops) or not op.subops
-    harmless = PURE | {Kind.BOOKKEEPING}
-    return effect_of(op).kind not in harmless or any(effect_of(leaf).kind not in harmless for leaf in op.leaves)
+    if effect_of(op).kind not in _HARMLESS:
+        return True
+    return any(effect_of(leaf).kind not in _HARMLESS for leaf in op.leaves) if op.subops else False
 
 
 @dataclass
@@ -356,6 +360,9 @@ class _Pad:
 
     fill: Hashable
     config: Config  # of each own dim
+
+    def __str__(self) -> str:
+        return f"pad {self.fill} {self.config}"
 
 
 def _above_rows(starts: Sequence[int], dims: Sequence[Sequence], shape: Shape, num_rows: int) -> IndexMap:
