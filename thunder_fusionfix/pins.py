@@ -68,11 +68,6 @@ def kinds_of(op: Op) -> frozenset[Kind]:
     return frozenset(kinds)
 
 
-def has_effect(op: Op) -> bool:
-    """True where the op, or an op inside it, does more than compute its outputs."""
-    return not kinds_of(op) <= _HARMLESS
-
-
 def is_fence(op: Op) -> bool:
     """True for an op that nothing may pass: unknown, a region that does not show its sub-ops, or a statement of the trace."""
     return _is_fence(kinds_of(op))

@@ -75,7 +75,7 @@ def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
             new_trace = apply_plan(trace, facts.graph, plan, _provenance(item, plan))
             new_facts = facts_of(new_trace)
             if config.verify:
-                verify(facts.graph, new_facts.graph, item.allow)
+                verify(facts.graph, new_facts.graph, item.admits(facts.graph, plan))
             why_not = _why_not(facts, new_facts)
         except Exception as error:
             if config.strict:

@@ -306,6 +306,12 @@ ORDERINGS: dict[str, Callable[[Problem], Order]] = {
 }
 
 
+def best_ordering(problem: Problem) -> Order:
+    """The order with the smallest peak of the trace's own and those of `ORDERINGS`: quick, for prices of what-ifs."""
+    orders = [list(range(len(problem))), *(find(problem) for find in ORDERINGS.values())]
+    return min(orders, key=problem.peak_of)
+
+
 # ---------------------------------------------------------------- search
 
 

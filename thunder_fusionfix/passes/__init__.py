@@ -1,15 +1,19 @@
 """The final passes, in the order in which they run. To add one: a file here, a line in `PASSES`, a test file.
 
-Order: layouts leave regions first, because a region that lost them splits and moves more freely.
+Order: layouts leave regions first, because a region that lost them splits and moves more freely; cuts come before the order,
+because the pieces of a region stand where it stood until they are moved.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thunder_fusionfix.facts import Facts
-from thunder_fusionfix.model import Plan
+from thunder_fusionfix.model import Graph, Plan
+from thunder_fusionfix.passes.reorder import plan_reorder
+from thunder_fusionfix.passes.split_regions import plan_split_regions
 from thunder_fusionfix.passes.unfuse_layouts import plan_unfuse_layouts
 from thunder_fusionfix.verify import Allow
 
@@ -22,7 +26,20 @@ class Pass:
     plan: Callable[[Facts, int | None], Plan]  # facts and the fuel that is left
     allow: Allow
 
+    def admits(self, graph: Graph, plan: Plan) -> Allow:
+        """What the verifier has to admit for ``plan``: `allow`, and the sub-ops that the plan has in two pieces of a region."""
+        clones = {
+            name
+            for edit in plan.regions
+            for item, count in Counter(item for part in edit.parts for item in part.body if isinstance(item, int)).items()
+            if count > 1
+            for name in graph.ops[edit.pos].subops[item].outputs
+        }
+        return replace(self.allow, may_clone=self.allow.may_clone | clones) if clones else self.allow
+
 
 PASSES: tuple[Pass, ...] = (
     Pass("unfuse_layouts", plan_unfuse_layouts, Allow(may_rewrite_regions=True)),
+    Pass("split_regions", plan_split_regions, Allow(may_split_regions=True)),
+    Pass("reorder", plan_reorder, Allow(may_reorder=True)),
 )
