@@ -21,6 +21,8 @@ class FusionFixConfig:
     """Options of the passes; each field's comment says what it does."""
 
     unfuse_layouts: bool = True  # layout ops leave fusion regions
+    split_regions: bool = True  # fusion regions that hold memory at the peak are cut, where the pieces need less
+    reorder: bool = True  # ops run in the order that needs the least memory
     share_fusions: bool = True  # equal fusion regions compile once
     fold_matmuls: bool = True  # entry: linear layers and matmuls of an N-D tensor choose their kernel at run time
     claim_layouts: bool = True  # entry: layouts that a fusion would only carry stay out of it
