@@ -1,0 +1,288 @@
+"""The table of effects, row by row on real tensors: who shares memory is seen by storage pointer."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from thunder_fusionfix.effects import _TABLE, PURE, Copies, Kind, effect_of, is_layout, short_name
+from thunder_fusionfix.model import Op
+
+torchex = pytest.importorskip("thunder.executors.torchex")
+
+
+def effect(op_id: str):
+    return effect_of(Op(op_id, ()))
+
+
+def shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def dense() -> torch.Tensor:
+    return torch.rand(2, 1, 3)
+
+
+def turned() -> torch.Tensor:
+    """No shape of fewer dims is a view of it, and it is in no memory order of its own."""
+    return torch.rand(3, 1, 2).permute(2, 1, 0)
+
+
+def implementation(symbol) -> Callable[..., torch.Tensor]:
+    """The function that Thunder runs for an operator of its torch executor."""
+    bsym = SimpleNamespace()
+    symbol._bind_postprocess(bsym)
+    return bsym._call_ctx[symbol.name]
+
+
+# What torch, or Thunder's torch executor, runs for each layout row.
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transpose": lambda x: x.transpose(0, 2),
+    "permute": lambda x: torch.permute(x, (2, 1, 0)),
+    "slice_prim": lambda x: torchex._slice_prim_impl(x, (0, 0, 1), (2, 1, 3), (1, 1, 1)),
+    "squeeze": lambda x: torch.squeeze(x, 1),
+    "unsqueeze": lambda x: torch.unsqueeze(x, 0),
+    "broadcast_in_dim": lambda x: x.unsqueeze(0).expand(4, 2, 1, 3),
+    "expand": lambda x: x.expand(2, 5, 3),
+    "shallow_copy": lambda x: implementation(torchex.shallow_copy)(x),
+    "view_as_real": torch.view_as_real,
+    "detach": lambda x: x.detach(),
+    "t": lambda x: x[:, 0].t(),
+    "mT": lambda x: x.mT,
+    "movedim": lambda x: torch.movedim(x, 0, 1),
+    "select": lambda x: x.select(0, 1),
+    "narrow": lambda x: x.narrow(2, 0, 2),
+    "diagonal": lambda x: x.diagonal(0, 0, 2),
+    "alias": lambda x: torch.ops.aten.alias(x),
+    "reshape": lambda x: torch.reshape(x, (6,)),
+    "view": lambda x: x.view(6) if x.is_contiguous() else x.view(2, 3),
+    "flatten": lambda x: torch.flatten(x),
+    "unflatten": lambda x: torch.unflatten(x, 2, (3, 1)),
+    "contiguous": lambda x: x.contiguous(),
+    "stride_order": lambda x: torchex._stride_order_prim_impl(x, (2, 1, 0)),
+}
+# Rows of our own operators; each is tested where it is made.
+OWN = {"fusionfix_after"}
+
+# For rows that may copy: whether the output of `dense` and of `turned` has the memory of the input.
+MAYBE = {
+    "reshape": (True, False),
+    "view": (True, True),
+    "flatten": (True, False),
+    "unflatten": (True, True),
+    "contiguous": (True, False),
+    "stride_order": (False, False),
+}
+
+
+def rows(*kinds: Kind) -> list[str]:
+    return [name for name, row in _TABLE.items() if row.kind in kinds]
+
+
+def test_every_layout_row_is_tested_here() -> None:
+    """A new layout row needs a real tensor to show for it."""
+    assert set(rows(Kind.LAYOUT)) == set(LAYOUTS) | OWN
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name not in MAYBE])
+def test_layout_row_that_never_copies_has_the_memory_of_its_input(name) -> None:
+    """Whatever the strides, the output is a view."""
+    assert effect(f"torch.{name}").copies is Copies.NEVER
+    for x in (dense(), turned()):
+        x = x.to(torch.complex64) if name == "view_as_real" else x
+        assert shares(LAYOUTS[name](x), x)
+
+
+@pytest.mark.parametrize("name", MAYBE)
+def test_layout_row_that_may_copy_does_as_strides_allow(name) -> None:
+    """A view of a row-major tensor, for most a copy of a transposed one."""
+    assert effect(f"torch.{name}").copies is Copies.MAYBE
+    x, y = dense(), turned()
+    assert (shares(LAYOUTS[name](x), x), shares(LAYOUTS[name](y), y)) == MAYBE[name]
+
+
+# ---------------------------------------------------------------- writes
+
+
+def test_copy_row_writes_its_second_argument_and_gives_it_back() -> None:
+    """Thunder's ``copy_(source, destination)``."""
+    source, destination = torch.ones(3), torch.zeros(3)
+    result = torchex._copy__impl(source, destination, False)
+    assert effect("copy_").writes == (1,)
+    assert shares(result, destination)
+    assert torch.equal(destination, torch.ones(3))
+    assert not shares(result, source)
+
+
+def test_every_write_row_writes_an_argument_that_the_operator_has() -> None:
+    """``writes`` are positions in the operator's own signature."""
+    assert set(rows(Kind.WRITE)) == {"copy_", "copy_to_out_"}
+    names = list(inspect.signature(torchex._copy__impl).parameters)
+    assert names[effect("copy_").writes[0]] == "copy_to"
+
+
+# ---------------------------------------------------------------- casts and other rows that may give their argument
+
+
+def test_cast_rows_give_their_argument_where_nothing_changes() -> None:
+    """``to`` and its kin: the tensor itself for its own dtype, new memory for another."""
+    x = torch.rand(3)
+    casts = {
+        "to": (lambda d: x.to(d)),
+        "convert_element_type": (lambda d: torch.Tensor.to(x, d)),
+        "type_as": (lambda d: x.type_as(torch.empty(1, dtype=d))),
+    }
+    assert {name for name, row in _TABLE.items() if row.kind is Kind.POINTWISE and row.copies is Copies.MAYBE} == {
+        *casts,
+        "float",
+    }
+    for cast in casts.values():
+        assert shares(cast(torch.float32), x)
+        assert not shares(cast(torch.bfloat16), x)
+    assert shares(x.float(), x)
+    assert not shares(x.half().float(), x)
+
+
+def test_same_bits_rows_have_the_memory_of_their_argument() -> None:
+    """``bitcast``, ``real``, ``imag`` and ``positive`` never copy."""
+    x, z = torch.rand(4), torch.rand(4, dtype=torch.complex64)
+    pairs = {
+        "bitcast": (x, torchex._bitcast_impl(x, _thunder_dtype("int32"))),
+        "real": (z, torch.real(z)),
+        "imag": (z, torch.imag(z)),
+        "positive": (x, torch.positive(x)),
+    }
+    assert {name for name, row in _TABLE.items() if row.kind is Kind.POINTWISE and row.copies is Copies.NEVER} == set(
+        pairs
+    )
+    assert all(shares(source, result) for source, result in pairs.values())
+
+
+def _thunder_dtype(name: str):
+    from thunder.core import dtypes
+
+    return getattr(dtypes, name)
+
+
+def test_unfold_row_is_a_view_as_a_method_and_a_copy_as_a_function() -> None:
+    """One name for two operators: may be a view."""
+    x = torch.rand(1, 1, 4, 4)
+    assert effect("torch.Tensor.unfold").copies is Copies.MAYBE
+    assert shares(x.unfold(3, 2, 1), x)
+    assert not shares(torch.nn.functional.unfold(x, 2), x)
+
+
+# ---------------------------------------------------------------- new memory
+
+
+def attempts(name: str) -> Iterator[Callable[[], object]]:
+    """Calls of torch's function ``name`` with one, two and three tensors, and with what some need besides."""
+    x, y, z = torch.rand(3, 3), torch.rand(3, 3), torch.rand(3, 3)
+    index = torch.tensor([[0, 1, 2]] * 3)
+    for home in (torch, torch.nn.functional, torch.Tensor, torch.special):
+        fn = getattr(home, name, None)
+        if fn is None:
+            continue
+        if takes_inplace(fn):
+            yield lambda fn=fn: [(fn(x), (x,))]
+            continue
+        for args in (
+            (x,),
+            (x, y),
+            (x, y, z),
+            (x > 0.5, x, y),
+            (x, 0),
+            (x, 2.0, 3.0),
+            (x, (0,)),
+            (x, (0, 0)),
+            ((x, y),),
+        ):
+            yield lambda fn=fn, args=args: [(fn(*args), args)]
+        for args in ((x, 0, index), (x, index, 0), (index, x), (x, x > 0.5, 0.0), (x, 0, index[0]), (x, (1, 1))):
+            yield lambda fn=fn, args=args: [(fn(*args), args)]
+        yield lambda fn=fn: [(fn(index), (index,))]
+
+
+def takes_inplace(fn: Callable) -> bool:
+    """True for torch's functions with an ``inplace`` flag, which Thunder's traces never set."""
+    try:
+        return "inplace" in inspect.signature(fn).parameters
+    except ValueError:  # a builtin
+        return False
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_rows_that_make_new_memory_do_so_in_torch() -> None:
+    """No call of a function whose row says ALWAYS gives a tensor with the memory of an argument."""
+    names = [
+        name
+        for name, row in _TABLE.items()
+        if row.kind in (Kind.POINTWISE, Kind.REDUCTION, Kind.MATMUL, Kind.MOVE) and row.copies is Copies.ALWAYS
+    ]
+    seen = set()
+    for name in names:
+        for attempt in attempts(name):
+            with contextlib.suppress(TypeError, RuntimeError, ValueError, IndexError, AttributeError):
+                ((result, args),) = attempt()
+                seen.add(name)
+                assert not gives_an_argument(result, args), f"{name} gives its argument"
+    assert len(seen) > 100, f"{len(seen)} of {len(names)} rows were tried"
+
+
+def gives_an_argument(result: object, args: tuple) -> bool:
+    """True where a tensor of ``result`` has the memory of one of ``args``."""
+    results = [r for r in (result if isinstance(result, tuple) else (result,)) if isinstance(r, torch.Tensor)]
+    tensors = [a for arg in args for a in (arg if isinstance(arg, tuple) else (arg,)) if isinstance(a, torch.Tensor)]
+    return any(shares(one, other) for one in results for other in tensors if one.numel())
+
+
+# ---------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("op_id", "kind"),
+    [
+        ("prims.reshape", Kind.LAYOUT),
+        ("torch_prims_reshape_impl", Kind.LAYOUT),
+        ("torch_stride_order_prim_impl", Kind.LAYOUT),
+        ("Tensor.contiguous", Kind.LAYOUT),
+        ("torch.nn.functional.linear", Kind.MATMUL),
+        ("ltorch.softmax", Kind.COMPUTE),
+        ("nvFusion12", Kind.REGION),
+        ("TorchCompile0", Kind.REGION),
+        ("CUDAGraph1", Kind.REGION),
+        ("clear_mutable_collection", Kind.BOOKKEEPING),
+        ("return", Kind.BOOKKEEPING),
+        ("del", Kind.BOOKKEEPING),
+        ("unpack", Kind.BOOKKEEPING),
+        ("copy_", Kind.WRITE),
+        ("my_library.linear", Kind.BARRIER),
+        ("nvFusionary", Kind.BARRIER),
+        ("something_new", Kind.BARRIER),
+    ],
+)
+def test_effect_of_a_printed_name_is_its_row_and_barrier_for_a_name_without_one(op_id, kind) -> None:
+    """Prims, torch, ltorch and executor spellings find one row; another library's op of the same name does not."""
+    assert effect(op_id).kind is kind
+
+
+def test_pure_kinds_read_and_change_nothing_but_their_inputs() -> None:
+    """Writes, random draws, collectives, host syncs, bookkeeping, regions and unknown ops are not pure."""
+    assert set(Kind) - PURE == {
+        Kind.RANDOM,
+        Kind.WRITE,
+        Kind.COLLECTIVE,
+        Kind.WAIT,
+        Kind.SYNC,
+        Kind.BOOKKEEPING,
+        Kind.REGION,
+        Kind.BARRIER,
+    }
+    assert is_layout(Op("prims.transpose", ()))
+    assert not is_layout(Op("prims.exp", ()))
+    assert short_name("torch.nn.functional.linear") == "linear"
