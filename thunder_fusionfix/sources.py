@@ -44,6 +44,10 @@ class Source:
         """Where an op stands: ``trace.txt:12``."""
         return f"{self.name}:{self.op_lines[pos][0]}" if self.op_lines else self.name
 
+    def line_text(self, pos: int) -> str:
+        """Where an op stands within the file: ``line 12``."""
+        return f"line {self.op_lines[pos][0]}" if self.op_lines else f"op {pos}"
+
     def text_of(self, pos: int) -> tuple[str, ...]:
         """The lines of an op, with its sub-ops."""
         first, last = self.op_lines[pos]
