@@ -46,6 +46,7 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         return [line.split()[0] for line in log.read_text().splitlines()]
 
     monkeypatch.setattr(bench_module, "require_gpu", lambda: None)
+    monkeypatch.setattr(bench_module, "source_digest", lambda: "as it is")
     monkeypatch.setattr(bench_module, "MEASURE", "stub_worker")
     monkeypatch.setattr(bench_module, "PREDICT", "stub_worker")
     monkeypatch.setenv("STUB_LOG", str(log))

@@ -39,6 +39,7 @@ from thunder_fusionfix.results import (
     FAILED,
     OK,
     OUT_OF_MEMORY,
+    SKIPPED,
     TIMEOUT,
     Run,
     Spec,
@@ -390,37 +391,76 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def command(spec: Spec, options: Options, *, measuring: bool = True, line: str = "") -> int:
+    """What the verb `bench` does: shows the progress, then the table; gives the exit code.
+
+    Returns:
+        0 where every variant was measured (or predicted, without ``measuring``), 1 where one was not.
+
+    Raises:
+        UsageError: as `bench`.
+    """
+    with _shown_progress() as progress:
+        run = bench(spec, options, measuring=measuring, command=line, progress=progress)
+    print(plain_table(run))
+    print(f"written: {results_path(run.spec, options.out)}, .md and .png")
+    records = run.variants if measuring else run.predictions
+    wanted = [name for name in options.variants if measuring or VARIANTS[name].executors is not None]
+    return 0 if all(records.get(name, {}).get("status") == OK for name in wanted) else 1
+
+
+@contextlib.contextmanager
+def _shown_progress() -> Iterator[Progress]:
+    """On a terminal a line for each variant, with what it does and since when; elsewhere a line for each change."""
+    if not sys.stdout.isatty():
+        start = time.monotonic()
+        yield lambda variant, state: print(
+            f"[{time.monotonic() - start:6.1f} s] {VARIANTS[variant].label}: {state}", flush=True
+        )
+        return
+    from rich.progress import Progress as Bars
+    from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        TextColumn("{task.fields[state]}"),
+        TimeElapsedColumn(),
+    )
+    with Bars(*columns) as bars:
+        tasks: dict[str, Any] = {}
+        ends = {OK, FAILED, OUT_OF_MEMORY, TIMEOUT, SKIPPED}
+
+        def progress(variant: str, state: str) -> None:
+            if variant not in tasks:
+                tasks[variant] = bars.add_task(VARIANTS[variant].label, total=1, state=state)
+            bars.update(tasks[variant], state=state, completed=int(state in ends))
+
+        yield progress
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 where every variant was measured, 1 where one was not, 2 for wrong usage."""
-    args = parser().parse_args(argv)
+    given = sys.argv[1:] if argv is None else list(argv)
+    args = parser().parse_args(given)
     spec = Spec(args.model, args.layers, args.hidden_size, args.seq, args.batch, args.optimizer)
-    command = shlex.join(["fusionfix", "bench", *(sys.argv[1:] if argv is None else argv)])
-    start = time.monotonic()
-
-    def progress(variant: str, state: str) -> None:
-        print(f"[{time.monotonic() - start:6.1f} s] {VARIANTS[variant].label}: {state}", flush=True)
-
     try:
-        variants = tuple(filter(None, args.variants.split(",")))
         options = Options(
-            variants,
-            args.out,
-            args.steps,
-            args.timeout,
-            args.jobs,
-            not args.no_predict,
-            not args.no_distance,
-            args.again,
-            args.retry,
+            variants=tuple(filter(None, args.variants.split(","))),
+            out=args.out,
+            steps=args.steps,
+            timeout_s=args.timeout,
+            jobs=args.jobs,
+            predict=not args.no_predict,
+            distance=not args.no_distance,
+            again=args.again,
+            retry=args.retry,
         )
-        run = bench(spec, options, measuring=not args.predict_only, command=command, progress=progress)
+        line = shlex.join(["fusionfix", "bench", *given])
+        return command(spec, options, measuring=not args.predict_only, line=line)
     except FusionFixError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(plain_table(run))
-    print(f"written: {results_path(run.spec, args.out)}, .md and .png")
-    measured = run.predictions if args.predict_only else run.variants
-    return 0 if all(measured.get(name, {}).get("status", OK) == OK for name in variants) else 1
 
 
 if __name__ == "__main__":
