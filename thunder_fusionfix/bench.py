@@ -403,7 +403,8 @@ def command(spec: Spec, options: Options, *, measuring: bool = True, line: str =
     with _shown_progress() as progress:
         run = bench(spec, options, measuring=measuring, command=line, progress=progress)
     print(plain_table(run))
-    print(f"written: {results_path(run.spec, options.out)}, .md and .png")
+    path = results_path(run.spec, options.out)
+    print("written:", *(str(file) for end in (".json", ".md", ".png") if (file := path.with_suffix(end)).exists()))
     records = run.variants if measuring else run.predictions
     wanted = [name for name in options.variants if measuring or VARIANTS[name].executors is not None]
     return 0 if all(records.get(name, {}).get("status") == OK for name in wanted) else 1
