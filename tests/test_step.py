@@ -112,6 +112,12 @@ def test_step_gradient_between_parts_lives_until_the_receiving_backward_returns(
     assert held.phases[-1].live_bytes[last] - split.phases[-1].live_bytes[last] == KB
 
 
+def test_step_start_of_the_backward_is_the_first_tenth_of_its_calls():
+    """Of four calls in the backwards the first one is the first tenth: the loss's, where everything is still saved."""
+    step = simulate_step([model(), loss()], workspace_bytes=0)
+    assert step.backward_start_bytes == step.phases[2].peak_bytes
+
+
 def test_step_output_taken_by_another_graph_is_counted_once():
     """The logits are the model's output and what the loss saves: one tensor, alive to the end of the step."""
     step = simulate_step([model(), loss()], workspace_bytes=0)

@@ -29,12 +29,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from thunder_fusionfix.errors import FusionFixError, UsageError
 from thunder_fusionfix.measure import STATE, WAITING, Job, now
+from thunder_fusionfix.predict import resolved
 from thunder_fusionfix.results import (
     FAILED,
     OK,
@@ -125,24 +126,6 @@ def bench(
 def results_path(spec: Spec, out: Path) -> Path:
     """Where the results of ``spec`` lie under the directory ``out``."""
     return out / f"{spec.slug}.json"
-
-
-def resolved(spec: Spec) -> Spec:
-    """``spec`` with the model's own sizes where none are given.
-
-    Raises:
-        UsageError: no such model, or sizes that it cannot take.
-    """
-    from thunder_fusionfix.models import MODELS, load_model
-
-    if spec.model not in MODELS:
-        if ":" not in spec.model and not spec.model.endswith(".py"):
-            load_model(spec.model)  # raises, and names the models
-        return spec
-    load_model(**spec.sizes)  # on "meta": takes no memory
-    own = MODELS[spec.model].sizes
-    given = {name: getattr(spec, name) or getattr(own, name) for name in ("layers", "hidden_size", "seq", "batch")}
-    return replace(spec, **given)
 
 
 def require_gpu() -> None:

@@ -11,11 +11,12 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thunder_fusionfix.devices import CONTEXT_BYTES, Device, fits
+from thunder_fusionfix.devices import CONTEXT_BYTES, DEFAULT, Device, fits
+from thunder_fusionfix.devices import find as find_device
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.measure import STATE, Job, Missing, join_parent, thunder_options
@@ -76,6 +77,24 @@ def predict(
     return Prediction(step, parts, captured.notes, captured.seconds)
 
 
+def resolved(spec: Spec) -> Spec:
+    """``spec`` with the model's own sizes where none are given.
+
+    Raises:
+        UsageError: no such model, or sizes that it cannot take.
+    """
+    from thunder_fusionfix.models import MODELS, load_model
+
+    if spec.model not in MODELS:
+        if ":" not in spec.model and not spec.model.endswith(".py"):
+            load_model(spec.model)  # raises, and names the models
+        return spec
+    load_model(**spec.sizes)  # on "meta": takes no memory
+    own = MODELS[spec.model].sizes
+    given = {name: getattr(spec, name) or getattr(own, name) for name in ("layers", "hidden_size", "seq", "batch")}
+    return replace(spec, **given)
+
+
 def step_parts(captured: Any) -> tuple[StepPart, ...]:
     """The final traces of a `Capture` as Graphs, with the strides of their arguments."""
     from thunder_fusionfix.read import example_strides, read
@@ -116,6 +135,23 @@ def as_record(prediction: Prediction) -> dict[str, Any]:
         "notes": [*prediction.notes, *step.notes],
         "capture_s": prediction.seconds,
     }
+
+
+def explain_step(
+    spec: Spec,
+    *,
+    variant: str = "plain",
+    device: str = DEFAULT,
+    progress: Callable[[str], None] = lambda step: None,
+) -> str:
+    """What ``explain MODEL --step --device DEVICE`` prints.
+
+    Raises:
+        UsageError: no such model, size, variant, optimizer or device.
+        Missing: as `predict`.
+    """
+    chosen, spec = find_device(device), resolved(spec)
+    return step_text(spec, predict(spec, variant, device=chosen, progress=progress), chosen)
 
 
 def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:

@@ -87,6 +87,7 @@ class Phase:
     name: str
     live_bytes: tuple[int, ...]  # on the whole device, op by op
     peak_pos: int
+    calls: tuple[int, ...] = ()  # positions of the ops that compute
 
     @property
     def peak_bytes(self) -> int:
@@ -100,7 +101,7 @@ class StepTimeline:
     phases: tuple[Phase, ...]
     base: Mapping[str, int]  # "parameters", "inputs", "gradients", "optimizer state", "cuBLAS workspaces"
     saved_bytes: int  # allocated by the forwards and still there when the last one returns, outputs included
-    backward_start_bytes: int  # the most in the first tenth of the backwards' ops
+    backward_start_bytes: int  # the most in the first tenth of the backwards' calls
     holders: tuple[Holder, ...]  # at the peak, largest first; the base and other parts in one line each
     unknown: tuple[str, ...] = ()  # tensors whose bytes are not known, counted as 0
     notes: tuple[str, ...] = ()
@@ -418,9 +419,9 @@ class _Step:
         timeline = prices.timeline(None)
         beside = self._beside(alive, passed)
         offset = sum(holder.nbytes for holder in beside) - own
-        self.phases.append(
-            Phase(name, tuple(live + offset for live in timeline.live_bytes) or (offset,), timeline.peak_pos)
-        )
+        live = tuple(nbytes + offset for nbytes in timeline.live_bytes) or (offset,)
+        calls = tuple(pos for pos, op in enumerate(prices.graph.ops) if effect_of(op).kind is not Kind.BOOKKEEPING)
+        self.phases.append(Phase(name, live, timeline.peak_pos, calls))
         self.beside.append(beside)
         held = prices.graph.held
         self.inside.append(
@@ -445,7 +446,8 @@ class _Step:
         return tuple(found)
 
     def _start_of_backward(self) -> int:
-        live = [nbytes for phase in self.phases if phase.name.startswith("backward") for nbytes in phase.live_bytes]
+        backwards = [phase for phase in self.phases if phase.name.startswith("backward")]
+        live = [phase.live_bytes[pos] for phase in backwards for pos in phase.calls]
         return max(live[: max(1, -(-len(live) // 10))], default=0)
 
 
