@@ -198,11 +198,18 @@ def _defines_twice(graph: Graph) -> Iterator[Fault]:
 def _shares_region_names(graph: Graph) -> Iterator[Fault]:
     first: dict[str, int] = {}
     for pos, op in enumerate(graph.ops):
-        if not op.is_fusion:
-            continue
-        if op.id in first:
-            yield Fault(pos, f"{op.id} is also the region at {first[op.id]}: both names would run the same code")
-        first.setdefault(op.id, pos)
+        for region in _regions(op):
+            if region.id in first:
+                yield Fault(pos, f"{region.id} is also the region at {first[region.id]}: both names would run one code")
+            first.setdefault(region.id, pos)
+
+
+def _regions(op: Op) -> Iterator[Op]:
+    """``op`` where it is a region, and the regions in it: a CUDAGraph region holds those that it replays."""
+    if op.is_fusion:
+        yield op
+    for subop in op.subops:
+        yield from _regions(subop)
 
 
 def _returns_wrongly(graph: Graph) -> Iterator[Fault]:
