@@ -77,6 +77,7 @@ def state():
         "splitter": splitter.is_node_supported_by_thunder,
         "split": autodiff.split_into_forward_and_backward,
         "inductor": torch._inductor.compile,
+        "fallbacks": (_thunder.ltorch._get_fake_arg, _thunder.ltorch._fake_type_to_thunder),
         "recompile limit": torch._dynamo.config.recompile_limit,
         "dtype": torch.get_default_dtype(),
         "grad": torch.is_grad_enabled(),
@@ -109,6 +110,31 @@ def test_capture_without_fusion_executors_keeps_the_trace_before_the_split():
     assert part.joint is part.fused
     assert "nll_loss_backward" in str(part.joint)
     assert "nll_loss_backward" not in str(part.forward)
+
+
+def test_capture_of_an_automatic_fallback_has_its_gradient():
+    """Thunder finds the gradient of `torch.mm` by running autograd, which must not ask for a driver."""
+    got = capture(torch.mm, (torch.empty(2, 3, requires_grad=True), torch.empty(3, 4)), executors=("sdpa",))
+    assert "_vjp(" in str(got.backward)
+    assert '"cuda:0 f32[2, 3]"' in str(got.backward)
+
+
+def test_capture_of_a_checkpointed_module_traces_what_it_recomputes():
+    """Thunder's splitter rewrites checkpointed functions; the program still runs to its end under fake tensors."""
+
+    class Checkpointed(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = torch.nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = torch.utils.checkpoint.checkpoint(lambda t: torch.tanh(self.inner(t)), x, use_reentrant=False)
+            torch._dynamo.graph_break()
+            return x.sum()
+
+    got = capture(Checkpointed(), (torch.randn(2, 4),), executors=("torchcompile",))
+    assert len(got.parts) == 2
+    assert "tanh" in str(got.parts[0].forward)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

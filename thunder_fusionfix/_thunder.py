@@ -38,6 +38,7 @@ __all__ = [
     "Transform",
     "before_split",
     "compile_data_and_stats",
+    "fallbacks_without_driver",
     "get_executor",
     "installed_versions",
     "mend_nvfuser",
@@ -205,6 +206,39 @@ def _nvfuser_impl() -> Any:
 
 
 @contextlib.contextmanager
+def fallbacks_without_driver() -> Iterator[None]:
+    """Lets Thunder find gradients of its automatic fallbacks ("torch.mm") for CUDA tensors where there is no driver.
+
+    Thunder runs torch's autograd on fake tensors there, and the engine asks the driver for the device of each. In this context
+    they say "cpu", and what comes back says the device again. Nothing is done where CUDA is available.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    fake_of, proxy_of = ltorch._get_fake_arg, ltorch._fake_type_to_thunder
+    said: list[torch.device] = []  # devices that were replaced; a capture has one
+
+    def fake_on_cpu(arg: Any) -> Any:
+        fake = fake_of(arg)
+        if not isinstance(fake, torch.Tensor) or fake.device.type != "cuda":
+            return fake
+        said.append(fake.device)
+        return torch.empty_like(fake, device="cpu", requires_grad=fake.requires_grad)
+
+    def proxy_on_device(fake: Any) -> Any:
+        if said and isinstance(fake, torch.Tensor) and fake.device.type == "cpu":
+            with torch._subclasses.fake_tensor.FakeTensorMode():
+                fake = torch.empty(fake.shape, dtype=fake.dtype, device=said[-1], requires_grad=fake.requires_grad)
+        return proxy_of(fake)
+
+    with (
+        replaced(ltorch, "_get_fake_arg", fake_on_cpu),
+        replaced(ltorch, "_fake_type_to_thunder", proxy_on_device),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def before_split(seen: Callable[[Any], None]) -> Iterator[None]:
     """Calls ``seen`` with each joint trace that Thunder splits into forward and backward while the context is open."""
     from thunder.transforms import autodiff
@@ -349,6 +383,6 @@ def nvfuser_impl() -> Any | None:
 
 # ---------------------------------------------------------------- what executor.py needs
 
-from thunder import torch as ltorch  # noqa: F401  (re-exported)
+from thunder import torch as ltorch
 from thunder.extend import FUEL_LEVEL as FUEL_LEVEL
 from thunder.extend import OperatorExecutor as OperatorExecutor

@@ -41,6 +41,7 @@ from thunder_fusionfix._thunder import (
     Transform,
     before_split,
     compile_data_and_stats,
+    fallbacks_without_driver,
     get_executor,
     nvfuser_registered,
     replaced,
@@ -70,10 +71,14 @@ class Part:
     """One function that Thunder compiles."""
 
     name: str  # "thunder_0 of graph 1"; for a function its own name
-    joint: TraceCtx = field(repr=False)  # forward and backward in one, as the last fusion executor in the list is given it
+    joint: TraceCtx = field(
+        repr=False
+    )  # forward and backward in one, as the last fusion executor in the list is given it
     fused: TraceCtx = field(repr=False)  # the same after all fusion passes, right before the split
     forward_before: TraceCtx = field(repr=False)  # final forward trace as the first of the given transforms sees it
-    backward_before: TraceCtx | None = field(repr=False)  # the same for backward; None where nothing requires a gradient
+    backward_before: TraceCtx | None = field(
+        repr=False
+    )  # the same for backward; None where nothing requires a gradient
     forward: TraceCtx = field(repr=False)  # final forward trace, after the given transforms
     backward: TraceCtx | None = field(repr=False)
     seconds: Seconds
@@ -161,7 +166,12 @@ def capture(
     notes = list(_shared_memory((args, kwargs)))
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with nvfuser_registered() as nvfuser, torch.set_grad_enabled(grad), _no_garbage_collection():
+    with (
+        nvfuser_registered() as nvfuser,
+        fallbacks_without_driver(),
+        torch.set_grad_enabled(grad),
+        _no_garbage_collection(),
+    ):
         options["executors"] = _resolve(executors, nvfuser, notes)
         recorder = _Recorder(options["executors"], tuple(transforms))
         options["transforms"] = recorder.transforms
@@ -291,6 +301,7 @@ def _thunderfx_jobs(
     def backend(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable:
         nonlocal num_graphs
         progress(f"graph {num_graphs}: {len(graph.graph.nodes)} nodes")
+        eager = copy.deepcopy(graph)  # Thunder's splitter changes checkpointed functions in place
         # a compiler for each graph: it adds a transform of its own to the list that it is given, every time
         # the tensors that the splitter makes must be fake too, in this mode and not in the one that torch.compile gives backends
         with thunderfx_splitting() as compiler_class, torch._guards.tracing(None), fake_mode:
@@ -305,7 +316,7 @@ def _thunderfx_jobs(
                 "to Thunder; only these are shown."
             )
         num_graphs += 1
-        return graph.forward
+        return eager.forward
 
     # torch.compile traces into `re` where a pattern is not in its cache, and cannot go on there: transformers 4.47.1 looks up
     # its loss with a pattern, so that the first call of a process makes two graphs and a later one makes one. Show the first.
