@@ -185,7 +185,7 @@ def constant_text(value: Any) -> str:
     Raises:
         UnsupportedTraceError: an object that is no plain constant.
     """
-    if value is None or type(value) in (bool, int, float, complex, str):
+    if value is None or value is ... or type(value) in (bool, int, float, complex, str):
         return f"{type(value).__name__} {value!r}"
     if isinstance(value, (dtypes.dtype, torch.dtype, torch.device, torch.layout, torch.memory_format)):
         return repr(value)
@@ -218,7 +218,8 @@ def type_text(proxy: Proxy) -> str:
 def _tensor_text(proxy: Any) -> str:
     if not all(type(length) is int for length in proxy._shape):
         raise UnsupportedTraceError("share_fusions: a shape with symbolic lengths")
-    return f"{proxy.device.device_str()} {proxy.dtype!r} {tuple(proxy._shape)}"
+    # `dtype` hides that a scalar turned tensor gives way in type promotion.
+    return f"{proxy.device.device_str()} {proxy.true_dtype!r} {tuple(proxy._shape)}"
 
 
 # ---------------------------------------------------------------- what is shared
