@@ -10,7 +10,7 @@ Where the text does not tell a size it counts as 0, and `Explanation.notes` says
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from thunder_fusionfix.alias import Aliases
@@ -90,7 +90,9 @@ class Explanation:
     holders: tuple[Kept, ...]  # the largest at the peak, largest first
     num_holders: int  # all of them
     layout_regions: tuple[LayoutRegion, ...]
-    decisions: tuple[Decision, ...]  # of the passes, applied and refused
+    decisions: tuple[
+        Decision, ...
+    ]  # of the passes, applied and refused; position -1: at an op that an earlier pass made
     planned: Graph  # the trace after the plan; the trace itself where there is none
     planned_peak_bytes: int
     notes: tuple[str, ...]
@@ -328,13 +330,13 @@ def _taken(graph: Graph, name: str) -> Taken:
 
 
 def _plan(facts: Facts) -> tuple[tuple[Decision, ...], Facts]:
-    """What the final passes decide, and the facts after those of their plans that are kept."""
-    decisions: list[Decision] = []
+    """What the final passes decide, at positions of the trace as it is, and the facts after those plans that are kept."""
+    first, decisions = facts, list[Decision]()
     for item in PASSES:
         if not getattr(facts.config, item.name):
             continue
         plan = item.plan(facts, None)
-        decisions += plan.decisions
+        decisions += [replace(one, pos=_first_pos(one.pos, facts.graph, first.graph)) for one in plan.decisions]
         if plan.is_empty:
             continue
         after = Facts(apply_to_graph(facts.graph, plan), facts.config, facts.forward)
@@ -345,3 +347,10 @@ def _plan(facts: Facts) -> tuple[tuple[Decision, ...], Facts]:
         if after.timeline.peak_bytes <= facts.timeline.peak_bytes:
             facts = after
     return tuple(decisions), facts
+
+
+def _first_pos(pos: int, graph: Graph, first: Graph) -> int:
+    """Where the op at ``pos`` of a planned trace stands in the first one; -1 for an op that a plan made."""
+    if graph is first or not 0 <= pos < len(graph.ops):
+        return pos
+    return next((first.producer[name] for name in graph.ops[pos].outputs if name in first.producer), -1)

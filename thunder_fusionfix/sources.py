@@ -45,7 +45,9 @@ class Source:
         return f"{self.name}:{self.op_lines[pos][0]}" if self.op_lines else self.name
 
     def line_text(self, pos: int) -> str:
-        """Where an op stands within the file: ``line 12``."""
+        """Where an op stands within the file, ``line 12``; a dash for no position of the trace."""
+        if not 0 <= pos < len(self.graph.ops):
+            return "-"
         return f"line {self.op_lines[pos][0]}" if self.op_lines else f"op {pos}"
 
     def text_of(self, pos: int) -> tuple[str, ...]:
