@@ -113,10 +113,7 @@ def bench(
         if run.spec != spec:
             raise UsageError(f"{path} is about {run.spec.title}; give another --out")
         run.command = command or run.command
-        if options.predict:
-            _predict_missing(run, path, options, progress)
-        if measuring:
-            _measure_missing(run, path, options, progress)
+        _work(run, path, options, progress, measuring=measuring)
         run.save(path)
         path.with_suffix(".md").write_text(markdown(run))
         draw(run, path.with_suffix(".png"))
@@ -184,48 +181,56 @@ def is_done(record: dict[str, Any] | None, variant: str, options: Options) -> bo
     return not VARIANTS[variant].is_ours or record.get("source") == source_digest()
 
 
-def _predict_missing(run: Run, path: Path, options: Options, progress: Progress) -> None:
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """One process to run: a prediction or a measurement of one variant."""
+
+    what: str  # PREDICT or MEASURE
+    job: Job
+    timeout_s: float
+
+
+def _tasks(run: Run, options: Options, *, measuring: bool) -> list[_Task]:
+    """What the results file lacks: all predictions, then all measurements."""
     source = source_digest()
-    todo = [
-        variant
+    jobs = [
+        Job(run.spec, variant, options.steps, options.distance)
         for variant in options.variants
-        if VARIANTS[variant].executors is not None
-        and not is_done(run.variants.get(variant), variant, options)  # a prediction comes before its measurement
-        and (variant not in run.predictions or run.predictions[variant].get("source") != source)
+        if not is_done(run.variants.get(variant), variant, options)
     ]
+    predict = [
+        _Task(PREDICT, job, PREDICT_TIMEOUT_S)
+        for job in jobs
+        if options.predict
+        and VARIANTS[job.variant].executors is not None
+        and run.predictions.get(job.variant, {}).get("source") != source
+    ]
+    return predict + ([_Task(MEASURE, job, options.timeout_s) for job in jobs] if measuring else [])
 
-    def keep(variant: str, record: dict[str, Any]) -> None:
-        failure = {"reason": record["reason"]} if record.get("status", OK) != OK else {}
-        run.predictions[variant] = {**record, **failure, "source": source, "date": now()}
-        run.save(path)
 
-    workers = min(options.jobs, max(1, (os.cpu_count() or 1) // 2))
-    jobs = [Job(run.spec, variant, options.steps, options.distance) for variant in todo]
-    _run_all(PREDICT, jobs, PREDICT_TIMEOUT_S, workers, keep, progress)
-
-
-def _measure_missing(run: Run, path: Path, options: Options, progress: Progress) -> None:
-    todo = [variant for variant in options.variants if not is_done(run.variants.get(variant), variant, options)]
-    jobs = [Job(run.spec, variant, options.steps, options.distance) for variant in todo]
+def _work(run: Run, path: Path, options: Options, progress: Progress, *, measuring: bool) -> None:
+    """Runs all tasks, and writes each record to the file as it comes."""
+    tasks = _tasks(run, options, measuring=measuring)
     source = source_digest()
-    company: list[Job] = []  # ran out of memory beside others: once more, alone
+    company: list[_Task] = []  # ran out of memory beside others: once more, alone
 
-    def keep(variant: str, record: dict[str, Any]) -> None:
-        if record["status"] == OUT_OF_MEMORY and options.jobs > 1 and len(todo) > 1 and variant not in alone:
-            company.extend(job for job in jobs if job.variant == variant)
+    def keep(task: _Task, record: dict[str, Any]) -> None:
+        variant, record = task.job.variant, {**record, "source": source}
+        if task.what == PREDICT:
+            run.predictions[variant] = {**record, "date": now()}
+        elif record["status"] == OUT_OF_MEMORY and options.jobs > 1 and task not in company:
+            company.append(task)
             return
-        beside = options.jobs > 1 and variant not in alone
-        if beside and record["status"] == OK:
-            record["notes"].append(
-                f"compiled with up to {options.jobs} processes side by side: its first step takes longer so"
-            )
-        run.variants[variant] = {**record, "source": source}
+        else:
+            run.variants[variant] = record
+            if options.jobs > 1 and record["status"] == OK and task not in company:
+                record["notes"].append(
+                    f"up to {options.jobs} processes compiled side by side: first steps take longer so"
+                )
         run.save(path)
 
-    alone: set[str] = set()
-    _run_all(MEASURE, jobs, options.timeout_s, options.jobs, keep, progress)
-    alone.update(job.variant for job in company)
-    _run_all(MEASURE, company, options.timeout_s, 1, keep, progress)
+    _run_all(tasks, options.jobs, keep, progress)
+    _run_all(tuple(company), 1, keep, progress)
 
 
 # ---------------------------------------------------------------- processes
@@ -235,7 +240,7 @@ def _measure_missing(run: Run, path: Path, options: Options, progress: Progress)
 class _Process:
     """One worker process and how far it is."""
 
-    job: Job
+    task: _Task
     popen: subprocess.Popen[str]
     out: Path
     state: str = "starting"
@@ -243,6 +248,14 @@ class _Process:
     used_s: float = 0.0  # waiting for the GPU not counted
     timed_out: bool = False
     follower: threading.Thread | None = None
+
+    @property
+    def doing(self) -> str:
+        return f"while in state {self.state!r}"
+
+    def ended_as(self, status: str) -> str:
+        """The state to show at its end; a prediction is not the end of its variant."""
+        return f"predicted: {status}" if self.task.what == PREDICT else status
 
     def end(self) -> None:
         """After the process: reads the rest of what it printed and closes its pipes."""
@@ -260,47 +273,54 @@ class _Process:
 
 
 def _run_all(
-    what: str,
-    jobs: Sequence[Job],
-    timeout_s: float,
-    workers: int,
-    keep: Callable[[str, dict[str, Any]], None],
-    progress: Progress,
+    tasks: Sequence[_Task], workers: int, keep: Callable[[_Task, dict[str, Any]], None], progress: Progress
 ) -> None:
-    """Runs ``python -m what`` for each job, ``workers`` at a time; ``keep`` gets each record."""
-    waiting: deque[Job] = deque(jobs)
+    """Runs the tasks in order, ``workers`` at a time, those of one variant one after another; ``keep`` gets each record."""
+    waiting = list(tasks)
     running: list[_Process] = []
     with tempfile.TemporaryDirectory(prefix="fusionfix-") as scratch:
         try:
             while waiting or running:
-                while waiting and len(running) < workers:
-                    running.append(_start(what, waiting.popleft(), Path(scratch), progress))
+                for task in _startable(waiting, running)[: workers - len(running)]:
+                    waiting.remove(task)
+                    running.append(_start(task, Path(scratch), progress))
                 before = time.monotonic()
                 time.sleep(0.1)
                 for process in tuple(running):
                     process.used_s += time.monotonic() - before if process.state != WAITING else 0.0
-                    if process.used_s > timeout_s:
+                    if process.used_s > process.task.timeout_s:
                         process.timed_out = True
                         process.kill()
                     if process.popen.poll() is not None:
                         running.remove(process)
                         process.end()
-                        record = _record_of(process, timeout_s)
-                        keep(process.job.variant, record)
-                        progress(process.job.variant, record.get("status", OK))
+                        record = _record_of(process)
+                        keep(process.task, record)
+                        progress(process.task.job.variant, process.ended_as(record["status"]))
         finally:
             for process in running:
                 process.kill()
                 process.end()
 
 
-def _start(what: str, job: Job, scratch: Path, progress: Progress) -> _Process:
-    out = scratch / f"{job.variant}.json"
+def _startable(waiting: Sequence[_Task], running: Sequence[_Process]) -> list[_Task]:
+    """Tasks before which nothing of the same variant is still to be done."""
+    busy = {process.task.job.variant for process in running}
+    found = []
+    for task in waiting:
+        if task.job.variant not in busy:
+            found.append(task)
+        busy.add(task.job.variant)
+    return found
+
+
+def _start(task: _Task, scratch: Path, progress: Progress) -> _Process:
+    out = scratch / f"{task.job.variant}-{task.what}.json"
     environment = dict(os.environ)
-    if what == PREDICT:
+    if task.what == PREDICT:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a prediction comes from a GPU
     popen = subprocess.Popen(
-        [sys.executable, "-m", what, job.to_json(), str(out)],
+        [sys.executable, "-m", task.what, task.job.to_json(), str(out)],
         stdin=subprocess.PIPE,  # closed when we end: the worker ends then
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -308,7 +328,7 @@ def _start(what: str, job: Job, scratch: Path, progress: Progress) -> _Process:
         errors="replace",
         env=environment,
     )
-    process = _Process(job, popen, out)
+    process = _Process(task, popen, out)
     process.follower = threading.Thread(target=_follow, args=(process, progress), daemon=True)
     process.follower.start()
     return process
@@ -318,31 +338,35 @@ def _follow(process: _Process, progress: Progress) -> None:
     for line in process.popen.stdout or ():
         if line.startswith(STATE):
             process.state = line.removeprefix(STATE).strip()
-            progress(process.job.variant, process.state)
+            progress(process.task.job.variant, process.state)
         else:
             process.lines.append(line.rstrip())
 
 
-def _record_of(process: _Process, timeout_s: float) -> dict[str, Any]:
-    """What the process wrote; where it wrote nothing, why."""
-    if process.timed_out:
-        return {
-            "status": TIMEOUT,
-            "reason": f"not done after {timeout_s:.0f} s, while in state {process.state!r}",
-            "date": now(),
-        }
+def _record_of(process: _Process) -> dict[str, Any]:
+    """What the process wrote; where it wrote nothing, why. A failure keeps the last lines that it printed."""
+    record: dict[str, Any]
     try:
-        return json.loads(process.out.read_text())
+        record = json.loads(process.out.read_text())
     except (OSError, ValueError):
-        code = process.popen.returncode
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        hint = " (out of host memory?)" if code == -signal.SIGKILL else ""
-        tail = " / ".join([line for line in process.lines if line.strip()][-3:])
-        return {
-            "status": FAILED,
-            "reason": f"{how}{hint} while in state {process.state!r}: {tail[-600:]}",
+        record = {"status": FAILED, "reason": _end_of(process), "date": now()}
+    if process.timed_out:
+        record = {
+            "status": TIMEOUT,
+            "reason": f"not done after {process.task.timeout_s:.0f} s, {process.doing}",
             "date": now(),
         }
+    if record["status"] in (FAILED, TIMEOUT):
+        record["log"] = list(process.lines)[-60:]
+    return record
+
+
+def _end_of(process: _Process) -> str:
+    code = process.popen.returncode
+    how = f"signal {-code}" if code < 0 else f"exit code {code}"
+    hint = " (out of host memory?)" if code == -signal.SIGKILL else ""
+    tail = " / ".join([line for line in process.lines if line.strip()][-3:])
+    return f"{how}{hint} {process.doing}: {tail[-600:]}"
 
 
 # ---------------------------------------------------------------- the command

@@ -19,7 +19,7 @@ from thunder_fusionfix.devices import CONTEXT_BYTES, DEFAULT, Device, fits
 from thunder_fusionfix.devices import find as find_device
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
-from thunder_fusionfix.measure import STATE, Job, Missing, join_parent, thunder_options
+from thunder_fusionfix.measure import STATE, WAITING, GpuLock, Job, Missing, join_parent, thunder_options
 from thunder_fusionfix.model import Op
 from thunder_fusionfix.results import FAILED, OK, SKIPPED, Spec, megabytes
 from thunder_fusionfix.step import StepPart, StepTimeline, simulate_step
@@ -194,7 +194,11 @@ def main(argv: Sequence[str]) -> int:
     warnings.simplefilter("ignore")
     record: Mapping[str, Any]
     try:
-        record = as_record(predict(job.spec, job.variant, progress=lambda words: print(f"{STATE}{words}", flush=True)))
+        print(f"{STATE}{WAITING}", flush=True)
+        with GpuLock().shared():  # it would take the processor from who times
+            record = as_record(
+                predict(job.spec, job.variant, progress=lambda words: print(f"{STATE}{words}", flush=True))
+            )
     except Missing as missing:
         record = {"status": SKIPPED, "reason": str(missing)}
     except Exception as error:  # noqa: BLE001 -- a program that cannot be captured may still be measured

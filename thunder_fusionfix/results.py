@@ -156,7 +156,7 @@ def _cells(measured: Mapping[str, Any], prediction: Mapping[str, Any]) -> tuple[
         megabytes(peak),
         megabytes(measured.get("reserved_bytes")),
         at_least + megabytes(predicted),
-        "-" if predicted is None or not peak or at_least else f"{predicted / peak - 1:+.1%}",
+        "-" if predicted is None or not peak else f"{predicted / peak - 1:+.1%}",
         megabytes(measured.get("saved_bytes")),
         megabytes(measured.get("backward_start_bytes")),
         _number(step.get("median"), 1),
