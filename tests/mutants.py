@@ -181,6 +181,17 @@ def computation(x, w):
   return (t5, w)
 """
 
+# A cheap op of one region computed once more in the other, so that its first output dies earlier.
+CLONED = edited(
+    SMALL,
+    (
+        "  [t5] = nvFusion1(t3, t2)\n",
+        '  del t2\n  [t5] = nvFusion1(t3, w)\n    # t12 = prims.exp(w)  # t12: "cuda:0 f32[3, 3]"\n',
+    ),
+    ("prims.mul(t6, t2)", "prims.mul(t6, t12)"),
+    ("  del t2, t3\n", "  del t3\n"),
+)
+
 # Everything that has an effect besides its outputs.
 EFFECTS = """
 def computation(x, y):
@@ -265,7 +276,6 @@ LEGAL: tuple[Pair, ...] = (
         edited(
             WRITES,
             ('  t0 = prims.exp(x)  # t0: "cuda:0 f32[4]"\n', ""),
-            ("def computation(x, mean):", "def computation(x, mean):"),
             ('  t1 = prims.add(', '  t0 = prims.exp(x)  # t0: "cuda:0 f32[4]"\n  t1 = prims.add('),
         ),
         REORDER,
@@ -290,12 +300,7 @@ LEGAL: tuple[Pair, ...] = (
     Pair(
         "clone: a cheap op is computed once more, under a new name, for a later consumer",
         SMALL,
-        edited(
-            SMALL,
-            ("  [t5] = nvFusion1(t3, t2)\n", "  del t2\n  [t5] = nvFusion1(t3, w)\n    # t12 = prims.exp(w)  # t12: \"cuda:0 f32[3, 3]\"\n"),
-            ("prims.mul(t6, t2)", "prims.mul(t6, t12)"),
-            ("  del t2, t3\n", "  del t3\n"),
-        ),
+        CLONED,
         Allow(may_rewrite_regions=True, may_clone=frozenset({"t12"})),
     ),
     Pair(
@@ -550,7 +555,7 @@ BROKEN: tuple[Mutant, ...] = (
     Mutant(
         "a clone that was not announced",
         SMALL,
-        edited(LEGAL[5].after_text, ("t12 = prims.exp(w)", "t12 = prims.exp(w)")),
+        CLONED,
         REWRITE,
         "same-ops",
     ),

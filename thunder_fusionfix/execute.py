@@ -1,18 +1,22 @@
 """Runs what a Graph computes on small CPU tensors: the second judge of a rewrite, independent of normal forms.
 
-`verify` reasons about expressions; this module computes. Both traces get the same random inputs, by name, and every value that
-both know outside of regions must come out the same. Nothing is exec'ed: each sub-op is looked up by name in a table of torch
-calls.
+`verify` reasons about expressions; this module computes. Both traces get the same random inputs, by name, and every
+value that both know outside of regions must come out the same. Nothing is exec'ed: each sub-op is looked up by name
+in a table of torch calls.
 
-- An op that is not in the table is a fixed smooth function of its arguments: elementwise where `effects` says so, else one that
-  mixes all elements. Fused losses and the like thus take part, as unknown functions that see every change of their inputs.
-- Ops with an effect are not run: their outputs are random, by name, and nothing is written. Order is `verify`'s business.
+- An op that is not in the table is a fixed smooth function of its arguments: elementwise where `effects` says so,
+  else one that mixes all elements. Fused losses and the like thus take part, as unknown functions that see every
+  change of their inputs.
+- Ops with an effect are not run: their outputs are random, by name, and nothing is written. Order is `verify`'s
+  business.
 - Indices are taken modulo the size that they index, since random ones mean nothing.
-- Tensors are run at their real shapes. Where one has more than ``max_numel`` elements nothing is compared, and the answer says so.
+- Tensors are run at their real shapes. Where one has more than ``max_numel`` elements nothing is compared, and the
+  answer says so.
 
     >>> from thunder_fusionfix.model import Ref
     >>> values = {"x": Value("x", (2, 3), "f32", "cuda:0"), "y": Value("y", (3,), "f32", "cuda:0")}
-    >>> region = Op("nvFusion0", (Ref("x"),), (Ref("y"),), subops=(Op("prims.sum", (Ref("x"), (0,)), Ref("y")),), is_fusion=True)
+    >>> added = Op("prims.sum", (Ref("x"), (0,)), Ref("y"))
+    >>> region = Op("nvFusion0", (Ref("x"),), (Ref("y"),), subops=(added,), is_fusion=True)
     >>> run_region(region, values, {"x": torch.ones(2, 3)})
     {'y': tensor([2., 2., 2.])}
 """
@@ -86,7 +90,7 @@ def compare(
 
 
 def run_graph(graph: Graph, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Every tensor of ``graph`` outside of regions, computed from random inputs that depend on names and ``seed`` only."""
+    """Every tensor of ``graph`` outside of regions, from random inputs that depend on names and ``seed`` only."""
     found: dict[str, Any] = {}
     for name in graph.args:
         found[name] = _random(graph.values[name], seed)
@@ -210,7 +214,7 @@ def _argument(arg: Arg, given: Mapping[str, Any]) -> Any:
 
 
 def _unknown(op: Op, out: Value, index: int, given: Mapping[str, Any]) -> Any:
-    """A smooth function of all tensors that ``op`` takes, fixed by its name, its other arguments and the output's index."""
+    """A smooth function of all tensors that ``op`` takes, fixed by its name, other arguments and the output's index."""
     if out.kind != "tensor" or out.shape is None or out.dtype is None:
         return None
     spelled = repr(
@@ -245,7 +249,7 @@ def _spelled(arg: Arg) -> object:
     return arg.text if isinstance(arg, Const) else repr(arg)
 
 
-# ---------------------------------------------------------------- prims by name: (metadata of the output, *args, **kwargs)
+# ---------------------------------------------------------------- prims: (metadata of the output, *args, **kwargs)
 
 
 def _slice(out: Value, a: torch.Tensor, starts: Any, ends: Any, steps: Any = None) -> torch.Tensor:

@@ -1,22 +1,22 @@
 """What a chain of layout operations does, as one function from indices to elements, in a form that is unique.
 
-Number the elements of a tensor in row-major order. A layout then is a function that gives, for each index of its output, the
-number of an element of its source. For chains of permutes, slices, squeezes, broadcasts and most reshapes it is a sum of
-digits: an output dim is split into factors (size, step), outermost first, and every step of a factor's digit adds ``step``.
-With factors of size 1 left out, and neighbours merged that count on evenly, the factors are unique: two chains do the same if
-and only if their maps are equal.
+Number the elements of a tensor in row-major order. A layout then is a function that gives, for each index of its
+output, the number of an element of its source. For chains of permutes, slices, squeezes, broadcasts and most reshapes
+it is a sum of digits: an output dim is split into factors (size, step), outermost first, and every step of a factor's
+digit adds ``step``. With factors of size 1 left out, and neighbours merged that count on evenly, the factors are
+unique: two chains do the same if and only if their maps are equal.
 
     >>> flipped = index_map(Permute((1, 0)), (2, 3))
     >>> flipped
     IndexMap(offset=0, dims=(((3, 1),), ((2, 3),)))
-    >>> flat = compose(index_map(Reshape((6,)), (3, 2)), flipped)  # a transposed matrix, flattened: two digits in one dim
+    >>> flat = compose(index_map(Reshape((6,)), (3, 2)), flipped)  # a transposed matrix, flattened
     >>> flat
     IndexMap(offset=0, dims=(((3, 1), (2, 3)),))
     >>> compose(index_map(Reshape((3, 2)), (6,)), flat) == flipped
     True
 
-Some reshapes cut a factor where it has no seam (a transposed 4x6, flattened and cut into 8x3); they have no such map, and
-`compose` says None. Hierarchical layouts with these laws of merging and composition are those of NVIDIA's CuTe.
+Some reshapes cut a factor where it has no seam (a transposed 4x6, flattened and cut into 8x3); they have no such map,
+and `compose` says None. Hierarchical layouts with these laws of merging and composition are those of NVIDIA's CuTe.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from math import prod
 
 from thunder_fusionfix.layout import (
@@ -161,7 +162,7 @@ def _broadcast(layout: Broadcast, shape: Shape, steps: tuple[int, ...]) -> Index
     dims = layout.dims
     if len(dims) != len(shape) or any(not 0 <= dim < len(layout.shape) for dim in dims):
         return None
-    if any(after <= before for before, after in zip(dims, dims[1:])):  # Thunder's prim asks for ascending dims
+    if any(after <= before for before, after in pairwise(dims)):  # Thunder's prim asks for ascending dims
         return None
     factors = [(size, 0) for size in layout.shape]
     for source, dim in enumerate(dims):
@@ -174,7 +175,7 @@ def _broadcast(layout: Broadcast, shape: Shape, steps: tuple[int, ...]) -> Index
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of a factor that moves within single dims: each of ``size`` steps adds ``steps[j]`` to the index of dim j."""
+    """A part of a factor that moves within dims: each of ``size`` steps adds ``steps[j]`` to the index of dim j."""
 
     size: int
     steps: tuple[int, ...]

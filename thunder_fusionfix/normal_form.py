@@ -1,36 +1,39 @@
 """What a value is: one expression over the trace's inputs that does not depend on how layouts and regions are arranged.
 
-Def-use and order rules alone would pass a hoisted slice that is off by one. So `verify` asks whether a value is the same
-expression before and after a rewrite. Two traces that differ only in where layouts stand give one expression, because each is
-brought into a form in which layouts stand nowhere but at the bottom:
+Def-use and order rules alone would pass a hoisted slice that is off by one. So `verify` asks whether a value is the
+same expression before and after a rewrite. Two traces that differ only in where layouts stand give one expression,
+because each is brought into a form in which layouts stand nowhere but at the bottom:
 
 - regions and composite ops are opened, so it does not matter who computes an op;
 - layouts compose into one `IndexMap` over their source; copies in another memory order do not change a value;
 - a layout of an elementwise op is the op of the layouts: ``L(f(a, b)) = f(L(a), L(b))``, and casts are elementwise;
-- sums, pads and concatenations work on some dims and repeat over the others, their *rows*. They are written over ``[rows, own
-  dims...]``; a layout of rows moves below them, a layout of own dims stays above;
+- sums, pads and concatenations work on some dims and repeat over the others, their *rows*. They are written over
+  ``[rows, own dims...]``; a layout of rows moves below them, a layout of own dims stays above;
 - a constant has no layout; an empty tensor has no content;
-- a cast to the same dtype is nothing, and so is a detour through a wider float: bf16 -> f32 -> bf16. The narrow detour
-  f32 -> bf16 -> f32 stays. A cast of a pad is a pad of the cast where both dtypes hold the fill exactly.
+- a cast to the same dtype is nothing, and so is a detour through a wider float: bf16 -> f32 -> bf16. The narrow
+  detour f32 -> bf16 -> f32 stays. A cast of a pad is a pad of the cast where both dtypes hold the fill exactly.
 
-Everything else is an opaque function of its arguments. Reductions over several dims take their elements in one order of these;
-in which order a kernel adds is not part of the form. Equal forms mean equal values; the converse does not hold, and need not:
-what is not seen to be equal is rejected.
+Everything else is an opaque function of its arguments. Reductions over several dims take their elements in one order
+of these; in which order a kernel adds is not part of the form. Equal forms mean equal values; the converse does not
+hold, and need not: what is not seen to be equal is rejected.
 
     >>> from thunder_fusionfix.model import Ref
-    >>> values = {n: Value(n, s, d, "cpu") for n, s, d in
-    ...           [("x", (4, 2), "bf16"), ("a", (4, 2), "f32"), ("b", (8,), "f32"), ("c", (8,), "bf16"), ("d", (8,), "f32")]}
-    >>> F32 = Const("dtypes.float32")
-    >>> inside = [Op("prims.convert_element_type", (Ref("x"), F32), Ref("a")), Op("prims.reshape", (Ref("a"), (8,)), Ref("b"))]
-    >>> outside = [Op("prims.reshape", (Ref("x"), (8,)), Ref("c")), Op("prims.convert_element_type", (Ref("c"), F32), Ref("d"))]
+    >>> types = {"x": ((4, 2), "bf16"), "a": ((4, 2), "f32")}
+    >>> types |= {"b": ((8,), "f32"), "c": ((8,), "bf16"), "d": ((8,), "f32")}
+    >>> values = {name: Value(name, shape, dtype, "cpu") for name, (shape, dtype) in types.items()}
+    >>> def cast(source, output):
+    ...     return Op("prims.convert_element_type", (Ref(source), Const("dtypes.float32")), Ref(output))
+    >>> def flatten(source, output):
+    ...     return Op("prims.reshape", (Ref(source), (8,)), Ref(output))
+    >>> inside, outside = (cast("x", "a"), flatten("a", "b")), (flatten("x", "c"), cast("c", "d"))
     >>> forms = Forms()
-    >>> before = forms.of(Graph("f", "inference", ("x",), tuple(inside), values))
-    >>> after = forms.of(Graph("f", "inference", ("x",), tuple(outside), values))
+    >>> before = forms.of(Graph("f", "inference", ("x",), inside, values))
+    >>> after = forms.of(Graph("f", "inference", ("x",), outside, values))
     >>> before.values["b"] == after.values["d"], forms.text(after.values["d"])
     (True, 'cast f32(x[0 + 8:1])')
 
-Expressions are shared, and every (map, expression) pair is pushed down once, so the work is near linear in practice; a limit
-bounds it, and beyond that layouts stay where they are.
+Expressions are shared, and every (map, expression) pair is pushed down once, so the work is near linear in practice;
+a limit bounds it, and beyond that layouts stay where they are.
 """
 
 from __future__ import annotations
@@ -71,7 +74,7 @@ Config = tuple[tuple[int, int, int], ...]
 """Of each dim: elements that a pad puts before it, after it and between its elements."""
 
 Epoch = Callable[[int, str], "int | None"]
-"""Of an op's position and a value that it reads: how many writes to that memory came before; None where nothing writes it."""
+"""Of an op's position and a value that it reads: how many writes came before; None for memory that nothing writes."""
 
 
 class Node(NamedTuple):
@@ -105,7 +108,7 @@ _HARMLESS = PURE | {Kind.BOOKKEEPING}
 
 
 def has_effect(op: Op) -> bool:
-    """True where ``op`` does more than compute its outputs, or is not known; for a region, where something in it does."""
+    """True where ``op``, or for a region something in it, does more than compute its outputs, or is not known."""
     if op.is_fusion:
         return any(has_effect(subop) for subop in op.subops) or not op.subops
     if effect_of(op).kind not in _HARMLESS:
@@ -130,7 +133,7 @@ class Forms:
         Args:
             graph: any Graph; unknown ops and unknown shapes are opaque.
             new_id: ids of ops that count as another op, and are not opened.
-            epoch: makes reads of memory part of the expressions, so that a read before a write differs from one after it.
+            epoch: makes reads of memory part of the expressions; a read before a write then differs from one after it.
         """
         return _Evaluation(self, graph, new_id or {}, epoch).run()
 
@@ -237,7 +240,7 @@ class Forms:
         return self.node("flat", None, (inner,), one_dim.shape, node.dtype)
 
     def _moved_rows(self, map_id: int, source: int) -> _MovedRows | None:
-        """How a map over ``[rows, own dims...]`` splits into one over rows below and the rest above; None where not at all."""
+        """How a map over ``[rows, own dims...]`` splits into one over rows, below, and the rest; None if not at all."""
         node, index = self.nodes[source], self._maps[map_id]
         assert node.shape is not None
         refined = refine(index, node.shape)
@@ -307,7 +310,7 @@ class Forms:
         return self.node("read", epochs, (source,), node.shape, node.dtype)
 
     def rows(self, label: Hashable, sources: Sequence[int], own: tuple[tuple[int, ...], ...], out: Value) -> int:
-        """An op that works on the dims ``own`` of its sources, one own dim of the expression each, and repeats over the others.
+        """An op that works on the dims ``own`` of its sources, each group as one dim, and repeats over the others.
 
         The output either keeps all own dims (``out`` has the sources' rank) or none.
         """
@@ -571,7 +574,7 @@ class _Evaluation:
     # ------------------------------------------------ ops with a rule of their own
 
     def known(self, op: Op, env: Mapping[str, int], out: Value) -> int | None:
-        """The output of a layout, cast, constant, pad, concatenation or reduction; None for another op, or an unclear one."""
+        """The output of a layout, cast, constant, pad, concatenation or reduction; None for other and unclear ops."""
         name = short_name(op.id)
         if name == "full":
             return self.full(op, out)

@@ -1,15 +1,17 @@
 """Judges a trace, and a rewritten trace against the one that it came from.
 
-A wrong gradient is the worst that a pass can do, so no pass is trusted: the Graph of the rewritten trace is read anew and
-compared with the Graph before. The rules are data, each with the law that it holds. `check_graph` asks those that concern one
-trace, `verify` also those that compare two.
+A wrong gradient is the worst that a pass can do, so no pass is trusted: the Graph of the rewritten trace is read anew
+and compared with the Graph before. The rules are data, each with the law that it holds. `check_graph` asks those that
+concern one trace, `verify` also those that compare two.
 
-The laws together say: same signature and same result; every value that both traces know outside of regions has the same
-metadata and the same *normal form* (`thunder_fusionfix.normal_form`), whatever regions it is computed in; whatever has an effect
-besides its outputs happens as often and in the same order; and whoever reads memory that something writes finds the same
-write done. What a pass may change beyond that, it admits in an `Allow`; by default nothing.
+The laws together say: same signature and same result; every value that both traces know outside of regions has the
+same metadata and the same *normal form* (`thunder_fusionfix.normal_form`), whatever regions it is computed in;
+whatever has an effect besides its outputs happens as often and in the same order; and whoever reads memory that
+something writes finds the same write done. What a pass may change beyond that, it admits in an `Allow`; by default
+nothing.
 
-Unequal means rejected, also where two forms are equal in a way that is not understood here: the rewrite is lost, never the result.
+Unequal means rejected, also where two forms are equal in a way that is not understood here: the rewrite is lost,
+never the result.
 
     >>> from thunder_fusionfix.model import Ref, Value
     >>> x, y = Value("x", (2, 3), "f32", "cpu"), Value("y", (3, 2), "f32", "cpu")
@@ -118,7 +120,7 @@ def check_graph(graph: Graph, rules: Sequence[Rule] | None = None) -> None:
 
 
 def verify(before: Graph, after: Graph, allow: Allow = Allow(), rules: Sequence[Rule] | None = None) -> None:
-    """Returns nothing where ``after`` is sound and computes what ``before`` computes, apart from what ``allow`` permits.
+    """Returns nothing where ``after`` is sound and computes what ``before`` does, apart from what ``allow`` permits.
 
     Args:
         before: the trace that a pass was given.
@@ -241,7 +243,7 @@ def _changes_result(pair: Pair) -> Iterator[Fault]:
 
 
 def _changes_unpacking(pair: Pair) -> Iterator[Fault]:
-    """Which saved tensors and cotangents a backward trace takes out of its collections, and which of these it clears."""
+    """Which tensors a backward trace takes out of its collections, and which collections it clears."""
     before, after = (
         [(pos, op) for pos, op in enumerate(graph.ops) if op.id == UNPACK] for graph in (pair.before, pair.after)
     )
@@ -298,7 +300,7 @@ def _reorders_effects(pair: Pair) -> Iterator[Fault]:
 
 
 def _effects(graph: Graph) -> Iterator[Placed]:
-    """Ops that do more than compute their outputs, unknown ones among them; those inside regions stand at the region."""
+    """Ops that do more than compute their outputs, or are not known; those inside regions stand at the region."""
     for pos, op in enumerate(graph.ops):
         for part in op.subops if op.is_fusion and op.subops else (op,):
             if has_effect(part):
@@ -308,8 +310,8 @@ def _effects(graph: Graph) -> Iterator[Placed]:
 def _changes_reads(pair: Pair) -> Iterator[Fault]:
     """Reads that find another write done than before.
 
-    Both traces are taken as programs over memory: an expression then says after how many writes each of its reads happens. What
-    can be seen from outside, the arguments of effects and of the return statement, must be the same expressions.
+    Both traces are taken as programs over memory: an expression then says after how many writes each of its reads
+    happens. What is seen from outside, the arguments of effects and of the return statement, must be the same.
     """
     memory = [aliases(graph) for graph in (pair.before, pair.after)]
     written = [any(access.writes for group in found.accesses.values() for access in group) for found in memory]
@@ -394,7 +396,7 @@ def _in_place(graph: Graph) -> Iterator[Placed]:
 
 
 def _is_plumbing(op: Op) -> bool:
-    """Layouts, casts and pads: what moves between regions and torch when layouts leave, and what `same-values` understands."""
+    """Layouts, casts and pads: what moves between regions and torch when layouts leave."""
     names = ("convert_element_type", "pad")
     return not op.is_fusion and all(is_layout(leaf) or short_name(leaf.id) in names for leaf in op.leaves)
 
@@ -423,7 +425,7 @@ def _place(op: Op, new_id: Mapping[str, str]) -> str:
 
 
 def _changes_values(pair: Pair) -> Iterator[Fault]:
-    """Values that both traces know outside of regions but that are other expressions, and arguments of effects likewise."""
+    """Values that both traces know outside of regions, and arguments of effects, that are other expressions."""
     before, after = (pair.forms.of(graph, new_id=pair.new_id) for graph in (pair.before, pair.after))
     for name, new in after.values.items():
         old = before.values.get(name)
