@@ -1,7 +1,7 @@
 """`fusionfix bench`: one program, all the ways to run it, side by side on this machine's GPU.
 
-Each variant is measured in a fresh process (`measure`), so that none inherits another's caches, allocator or compiler state, and
-none takes another down with it. The results file is written after each step of the way; what it holds already is not done again:
+Each variant is measured in a fresh process (`measure`) with an empty compiler cache on disk, so that none inherits anything of
+another's, and none takes another down with it. The results file is written after each step of the way; what it holds already is not done again:
 
     predict (no GPU needed) -> results file -> measure -> results file -> table, Markdown, picture
 
@@ -278,7 +278,7 @@ def _run_all(
     """Runs the tasks in order, ``workers`` at a time, those of one variant one after another; ``keep`` gets each record."""
     waiting = list(tasks)
     running: list[_Process] = []
-    with tempfile.TemporaryDirectory(prefix="fusionfix-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="fusionfix-", ignore_cleanup_errors=True) as scratch:
         try:
             while waiting or running:
                 for task in _startable(waiting, running)[: workers - len(running)]:
@@ -319,6 +319,8 @@ def _start(task: _Task, scratch: Path, progress: Progress) -> _Process:
     environment = dict(os.environ)
     if task.what == PREDICT:
         environment["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a prediction comes from a GPU
+    else:  # a first step compiles everything: nothing is found that another variant, or an earlier run, left on disk
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / f"{task.job.variant}-cache")
     popen = subprocess.Popen(
         [sys.executable, "-m", task.what, task.job.to_json(), str(out)],
         stdin=subprocess.PIPE,  # closed when we end: the worker ends then
