@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from helpers import BF16, F32, GraphBuilder
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_fusionfix.alias import Sharing, aliases
 from thunder_fusionfix.model import Graph, Op, Ref, Value
@@ -289,6 +290,29 @@ def test_strides_after_pointwise_ops_follow_dense_operands_only() -> None:
     found = aliases(build.returns(y, z))
     assert found.strides["y"] == (2, 1)
     assert found.strides["z"] is None
+
+
+@pytest.mark.parametrize(
+    ("prefix", "run"),
+    [
+        ("sdpaex", lambda q: torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True)[0]),
+        ("sdpafx", lambda q: torch.ops.aten._scaled_dot_product_flash_attention(q, q, q)[0]),
+    ],
+    ids=["efficient", "flash"],
+)
+def test_strides_after_attention_are_those_of_torchs_kernels(prefix, run) -> None:
+    """The efficient kernel gives a transposed result, the flash one a result in the order of its query."""
+    shape = (2, 3, 16, 8)
+    with FakeTensorMode():
+        expected = run(torch.empty(shape, dtype=torch.bfloat16, device="cuda")).stride()
+    build = GraphBuilder()
+    q = build.arg("q", shape, "bf16", strides=(384, 128, 8, 1))
+    op_id = f"{prefix}_grad_forward_scaled_dot_product_efficient_attention"
+    outputs = (build.value("out", shape, "bf16"), build.value("sums", (2, 3, 32)))
+    build.ops.append(Op(op_id, (q, q, q), outputs))
+    found = aliases(build.returns(outputs))
+    assert found.strides["out"] == expected
+    assert found.strides["sums"] is None
 
 
 # ---------------------------------------------------------------- forward and backward

@@ -39,6 +39,9 @@ from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Value, refs
 # Kinds whose outputs may be their inputs: unknown ops, dropout that is off, collectives that work in place.
 _MAY_GIVE_INPUTS = frozenset({Kind.BARRIER, Kind.RANDOM, Kind.COLLECTIVE, Kind.WAIT})
 
+_EFFICIENT_ATTENTION = "sdpaex_grad_forward_scaled_dot_product_efficient_attention"
+_FLASH_ATTENTION = "sdpafx_grad_forward_scaled_dot_product_efficient_attention"  # so named in Thunder
+
 # Thunder's torch implementation fills a new tensor, also where nothing has to move.
 _ALWAYS_COPIES = re.compile("torch_stride_order_prim_impl$")
 
@@ -332,6 +335,8 @@ def computed_strides(
         return None
     kind = effect_of(op).kind
     tensors = [name for name in op.inputs if name in strides and values[name].kind == "tensor"]
+    if op.id in (_EFFICIENT_ATTENTION, _FLASH_ATTENTION):
+        return _attention_strides(op, shape, strides) if output == op.outputs[0] else None
     if kind is Kind.MATMUL:
         # With the larger rank on the right torch folds the transposed product and gives a transposed result.
         ranks = [len(values[name].shape or ()) for name in refs(op.args[:2]) if name in tensors]
@@ -340,6 +345,23 @@ def computed_strides(
         return None
     full = [name for name in tensors if kind is not Kind.POINTWISE or len(values[name].shape or ()) == len(shape)]
     return row_major(shape) if all(_is_dense(values[name].shape, strides[name]) for name in full) else None
+
+
+def _attention_strides(op: Op, shape: Shape, strides: Mapping[str, Strides | None]) -> Strides | None:
+    """Strides of an attention's result, [batch, heads, length, width].
+
+    Both kernels of torch work on [batch, length, heads, width]. The efficient one gives a transposed view of such a tensor, the
+    flash one a tensor in the memory order of its query (aten/src/ATen/native/transformers/cuda/attention.cu); Thunder pads
+    widths that are no multiple of 8 for it.
+    """
+    query = source_of(op)
+    if len(shape) != 4 or query is None:
+        return None
+    if op.id == _EFFICIENT_ATTENTION:
+        batch, length, heads, width = row_major((shape[0], shape[2], shape[1], shape[3]))
+        return batch, heads, length, width
+    is_dense = _is_dense(shape, strides.get(query))
+    return row_major(shape) if is_dense and shape[3] % 8 == 0 else None
 
 
 def _is_dense(shape: Shape | None, strides: Strides | None) -> bool:
