@@ -2,10 +2,10 @@
 
     python benchmarks/own_cost.py [--model qwen2.5-7b] [--layers 2 8 28] [--json FILE]
 
-Each model is captured once with `FusionFixTransform`; forward and backward of all its parts are added up. Times of a pass include
-the estimates that it asks for; `estimate` lists those once more by themselves, wherever they were asked for. `one more order` is
-what it costs to price another order of the largest trace once its `Prices` are made: a rewrite tried does not price the whole
-trace anew.
+Each model is captured once with `FusionFixTransform`; forward and backward of all its parts are added up. Times of a
+pass include the estimates that it asks for; `estimate` lists those once more by themselves, wherever they were asked
+for. `one more order` is what it costs to price another order of the largest trace once its `Prices` are made: a rewrite
+tried does not price the whole trace anew.
 """
 
 from __future__ import annotations

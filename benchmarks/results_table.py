@@ -1,4 +1,4 @@
-"""Prints README's results from the JSON files that `fusionfix bench` wrote to docs/results/. Nothing in them is typed by hand.
+"""Prints README's results from the JSON files that `fusionfix bench` wrote to docs/results/. None is typed by hand.
 
     python benchmarks/results_table.py                      # print
     python benchmarks/results_table.py --write README.md    # put them between the marks in README.md
@@ -99,7 +99,7 @@ def _ratio_text(ratio: float | None) -> str:
 
 
 def goals(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
-    """A row for each goal and run that it is about: the variant that stands for this project, its ratio, and whether it is met."""
+    """A row for each goal and run that it is about: which variant stands for us, its ratio, whether it is met."""
     yield "| goal | model | variant | reached | |"
     yield "|---|---|---|---|---|"
     for goal in GOALS:
@@ -133,8 +133,8 @@ def predictions(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
         return
     good = sum(abs(miss) <= PREDICTION_WITHIN for miss in off.values())
     yield (
-        f"Predicted peak within {PREDICTION_WITHIN:.0%} of the measured one: {good} of {len(off)}. Predictions that are lower "
-        "bounds (Inductor's buffers inside whole functions are not counted) are left out of this count."
+        f"Predicted peak within {PREDICTION_WITHIN:.0%} of the measured one: {good} of {len(off)}. Predictions that are "
+        "lower bounds (Inductor's buffers inside whole functions are not counted) are left out of this count."
     )
     yield ""
     yield from (f"- **missed**: {what}: {miss:+.1%}" for what, miss in off.items() if abs(miss) > PREDICTION_WITHIN)

@@ -36,7 +36,7 @@ def main() -> None:
         time.sleep(600)
     if behaviour == "wait":
         print(f"{STATE}{WAITING}", flush=True)
-        time.sleep(1.5)
+        time.sleep(4)
         print(f"{STATE}timing", flush=True)
     out.write_text(json.dumps(record))
 

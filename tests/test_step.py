@@ -98,7 +98,7 @@ def test_step_of_one_part_by_hand():
 
 
 def test_step_gradient_between_parts_lives_until_the_receiving_backward_returns():
-    """Under ThunderFX the gradient that the loss sends is there until the model's backward ends, else until its last use."""
+    """Under ThunderFX the gradient that the loss sends is there until the model's backward ends."""
     parts = [model(), loss()]
     held = simulate_step(parts, workspace_bytes=0)
     split = simulate_step(parts, workspace_bytes=0, split_autograd=True)

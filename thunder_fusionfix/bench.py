@@ -1,15 +1,16 @@
 """`fusionfix bench`: one program, all the ways to run it, side by side on this machine's GPU.
 
-Each variant is measured in a fresh process (`measure`) with an empty compiler cache on disk, so that none inherits anything of
-another's, and none takes another down with it. The results file is written after each step of the way; what it holds already is not done again:
+Each variant is measured in a fresh process (`measure`) with an empty compiler cache on disk, so that none inherits
+anything of another's, and none takes another down with it. The results file is written after each step of the way, and
+what it holds already is not done again:
 
     predict (no GPU needed) -> results file -> measure -> results file -> table, Markdown, picture
 
     $ fusionfix bench qwen2.5-7b --layers 8 --hidden-size 28 --seq 4096
     $ python -m thunder_fusionfix.bench qwen2.5-7b --layers 8 --hidden-size 28 --seq 4096    # the same
 
-A prediction is in the file before its measurement starts. ``--predict-only`` makes predictions on a machine without a GPU; a
-measurement with the same ``--out`` takes them from there.
+A prediction is in the file before its measurement starts. ``--predict-only`` makes predictions on a machine without a
+GPU; a measurement with the same ``--out`` takes them from there.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ class _Process:
 def _run_all(
     tasks: Sequence[_Task], workers: int, keep: Callable[[_Task, dict[str, Any]], None], progress: Progress
 ) -> None:
-    """Runs the tasks in order, ``workers`` at a time, those of one variant one after another; ``keep`` gets each record."""
+    """Runs the tasks in order, ``workers`` at a time, one variant's one after another; ``keep`` gets each record."""
     waiting = list(tasks)
     running: list[_Process] = []
     with tempfile.TemporaryDirectory(prefix="fusionfix-", ignore_cleanup_errors=True) as scratch:

@@ -1,7 +1,7 @@
 """GPUs by name: how much memory torch can have there, and what cuBLAS takes of it.
 
-Capacities are what torch reports as ``total_memory`` (it is less than the number in the name), in GiB with two digits as its
-out-of-memory messages print it; boards of one name differ by a few tens of MiB.
+Capacities are what torch reports as ``total_memory`` (it is less than the number in the name), in GiB with two digits
+as its out-of-memory messages print it; boards of one name differ by a few tens of MiB.
 
     >>> find("H100-80GB").workspace_bytes
     33554432
@@ -34,8 +34,8 @@ class Device:
     def workspace_bytes(self) -> int:
         """What torch gives to each cuBLAS handle, unless CUBLAS_WORKSPACE_CONFIG says otherwise.
 
-        Source: aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB from capability 9.0 on; before, two pieces of 4096 KiB and eight
-        of 16 KiB.
+        Source: aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB from capability 9.0 on; before, two pieces of 4096 KiB
+        and eight of 16 KiB.
         """
         return 32 * MIB if self.capability >= (9, 0) else (2 * 4096 + 8 * 16) * 1024
 

@@ -1,23 +1,23 @@
 """Measures one variant of one program on this machine's GPU, in a process of its own.
 
-`bench` starts ``python -m thunder_fusionfix.measure JOB OUT`` for each variant and reads the JSON file OUT when it has ended.
-What the process prints that starts with `STATE` tells how far it is. It ends when its standard input does, so that it never
-outlives the `bench` that started it.
+`bench` starts ``python -m thunder_fusionfix.measure JOB OUT`` for each variant and reads the JSON file OUT when it has
+ended. What the process prints that starts with `STATE` tells how far it is. It ends when its standard input does, so
+that it never outlives the `bench` that started it.
 
 One step is what a training loop does: forward, backward of the loss, and the optimizer where there is one. After it
-gradients are set to None, but with "keep-gradients", a loop without ``zero_grad``. The output stays alive until the step ends.
+gradients are set to None, but with "keep-gradients", a loop without ``zero_grad``. The output stays alive until the
+step ends.
 
 In order, and why so:
 
 1. First step, by the wall clock: compilation, and the first run of every kernel.
 2. Steps with the allocator's own counters read between forward and backward. Several processes may do this at once.
-3. One step with the allocator's history on, replayed to a curve: what is alive at the peak, and at the start of the backward.
-4. One step under the profiler: kernels by name, launches.
-5. Timed steps, with CUDA events, alone on the machine: `GpuLock`.
-6. Loss and gradients from fresh gradients, then the same in float32 without a compiler.
+3. One step with the allocator's history on, replayed to a curve: what is alive at the peak, and at the start of the
+backward. 4. One step under the profiler: kernels by name, launches. 5. Timed steps, with CUDA events, alone on the
+machine: `GpuLock`. 6. Loss and gradients from fresh gradients, then the same in float32 without a compiler.
 
-*Start of the backward*: from the end of the forward up to one tenth of the backward's allocations. Memory is what is counted
-here, so allocations are the clock; host time would stretch with the length of a kernel's launch.
+*Start of the backward*: from the end of the forward up to one tenth of the backward's allocations. Memory is what is
+counted here, so allocations are the clock; host time would stretch with the length of a kernel's launch.
 """
 
 from __future__ import annotations
@@ -423,8 +423,8 @@ def replay(events: Sequence[Mapping[str, Any]], base: int) -> dict[str, Any]:
 
     Returns:
         ``backward_start_bytes`` (see the module), ``alive_at_peak`` and ``alive_at_backward_start``: lists of
-        ``{"bytes": of one, "count": how many, "seen": "forward" or "backward"}``, largest total first, without what was there
-        before the step; ``curve``: at most 200 bytes counts over the step, each the largest of its stretch.
+        ``{"bytes": of one, "count": how many, "seen": "forward" or "backward"}``, largest total first, without what was
+        there before the step; ``curve``: at most 200 bytes counts over the step, each the largest of its stretch.
     """
     live: dict[int, tuple[int, str]] = {}
     total, stage = base, "forward"
@@ -648,7 +648,7 @@ def _version(package: str) -> str | None:
 
 
 def join_parent() -> None:
-    """Makes this process end with the one that started it: when its standard input is closed, or by one kill of its group."""
+    """Makes this process end with its parent: when its standard input is closed, or by one kill of its group."""
     os.setpgrp()
 
     def watch() -> None:

@@ -1,6 +1,7 @@
 """Predicts what a training step of a program needs, on a machine without a GPU: capture, read, `simulate_step`.
 
-``fusionfix explain MODEL --step`` and ``bench`` use it; ``python -m thunder_fusionfix.predict JOB OUT`` is `bench`'s process.
+``fusionfix explain MODEL --step`` and ``bench`` use it; ``python -m thunder_fusionfix.predict JOB OUT`` is `bench`'s
+process.
 """
 
 from __future__ import annotations
@@ -157,6 +158,7 @@ def explain_step(
 def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:
     """What ``explain MODEL --step`` prints: the peak, whether it fits, each phase, and what is alive at the peak."""
     step = prediction.step
+    least = "at least " if step.is_lower_bound else ""
     spare = device.capacity_bytes - CONTEXT_BYTES - step.peak_bytes
     verdict = (
         f"fits, {megabytes(spare)} MB to spare"
@@ -164,8 +166,8 @@ def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:
         else f"does not fit by {megabytes(-spare)} MB"
     )
     lines = [
-        f"{spec.title}: a step needs {'at least ' if step.is_lower_bound else ''}{megabytes(step.peak_bytes)} MB, in the {step.peak_phase.name}",
-        f"{device.name} has {megabytes(device.capacity_bytes)} MB, the CUDA context takes about {megabytes(CONTEXT_BYTES)}: {verdict}",
+        f"{spec.title}: a step needs {least}{megabytes(step.peak_bytes)} MB, in the {step.peak_phase.name}",
+        f"{device.name} has {megabytes(device.capacity_bytes)} MB, about {megabytes(CONTEXT_BYTES)} for CUDA: {verdict}",
         "",
         f"{'phase':44}{'peak MB':>10}",
         *(f"{phase.name:44}{megabytes(phase.peak_bytes):>10}" for phase in step.phases),

@@ -1,8 +1,8 @@
 """What `bench` writes down: one JSON file a run, and the tables that are printed from it.
 
-A *run* is one program at one size on one machine. It holds a record for each *variant*, one way to run the program, and a
-prediction for each variant that Thunder compiles. A prediction is written before the measurement that it is about, with the time
-of both beside them.
+A *run* is one program at one size on one machine. It holds a record for each *variant*, one way to run the program, and
+a prediction for each variant that Thunder compiles. A prediction is written before the measurement that it is about,
+with the time of both beside them.
 
     >>> spec = Spec("qwen2.5-7b", layers=8, hidden_size=28, seq=4096, batch=1)
     >>> spec.slug
@@ -12,8 +12,8 @@ of both beside them.
     >>> print(markdown(run).splitlines()[4])
     | plain Thunder | 2 | - | - | - | - | - | 1.0 | - | - | - | - |
 
-Bytes are counted in 1 and shown in MB (1e6). Records are plain dicts, as JSON keeps them; a field that could not be measured is
-None, with the reason in ``notes``.
+Bytes are counted in 1 and shown in MB (1e6). Records are plain dicts, as JSON keeps them; a field that could not be
+measured is None, with the reason in ``notes``.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ _GREY = "#5b6770"
 
 
 def draw(run: Run, path: Path) -> bool:
-    """Writes a picture of peak memory against step time, a point a variant; False, and no file, where nothing was measured.
+    """Draws peak memory against step time, a point a variant; False, and no file, where nothing was measured.
 
     A ring where it was predicted shows how far the prediction is off.
     """

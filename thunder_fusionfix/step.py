@@ -14,24 +14,28 @@ and at each moment there is allocated
 
 Rules, each as the run-time does it:
 
-- A part's outputs are kept to the end of the step where the program can still reach them: what goes to no other part, and what
-  goes to a part of another graph of torch.compile (the variable outlives the graph break; logits are such an output).
-- A gradient of an argument that another part made is handed to that part's backward, and lives until that backward returns where
-  autograd is not split (ThunderFX). Outputs that nobody sends a gradient to get one of zeros.
+- A part's outputs are kept to the end of the step where the program can still reach them: what goes to no other part,
+  and what goes to a part of another graph of torch.compile (the variable outlives the graph break; logits are such an
+  output).
+- A gradient of an argument that another part made is handed to that part's backward, and lives until that backward
+  returns where autograd is not split (ThunderFX). Outputs that nobody sends a gradient to get one of zeros.
 - A gradient of a parameter is added to the gradient from before, in place; without one it stays.
-- Every thread that multiplies matrices has a cuBLAS handle with a workspace: one for the forwards, one for the backwards.
+- Every thread that multiplies matrices has a cuBLAS handle with a workspace: one for the forwards, one for the
+  backwards.
 
-One set of constants serves all programs: the workspace comes from `devices`, the optimizers from `OPTIMIZERS`, the rest is
-measured nowhere and follows from the Graphs.
+One set of constants serves all programs: the workspace comes from `devices`, the optimizers from `OPTIMIZERS`, the rest
+is measured nowhere and follows from the Graphs.
 
     >>> from thunder_fusionfix.model import Op, Ref, Value
     >>> w, y = Value("w", (1024,), "f32", "cuda:0"), Value("y", (1024,), "f32", "cuda:0")
-    >>> forward = Graph("f", "inference", ("w",), (Op("torch.exp", (Ref("w"),), Ref("y")), Op("return", (Ref("y"),))), {"w": w, "y": y})
+    >>> ops = (Op("torch.exp", (Ref("w"),), Ref("y")), Op("return", (Ref("y"),)))
+    >>> forward = Graph("f", "inference", ("w",), ops, {"w": w, "y": y})
     >>> step = simulate_step([StepPart("f", forward, None)], workspace_bytes=0)
     >>> step.peak_bytes, step.base["inputs"]
     (8192, 4096)
 
-Left out: what `simulate` leaves out; parameters that no part uses; the sum of two gradients that two parts send to one output.
+Left out: what `simulate` leaves out; parameters that no part uses; the sum of two gradients that two parts send to one
+output.
 """
 
 from __future__ import annotations
@@ -57,7 +61,7 @@ class Optimizer:
     keeps_gradients: bool = False  # the next step finds the gradients and adds to them; else they are set to None
 
 
-# torch.optim with its defaults on CUDA (foreach): AdamW keeps two averages, and takes the root of one of them into new tensors.
+# torch.optim's defaults on CUDA (foreach): AdamW keeps two averages, and takes the root of one of them into new tensors.
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "none": Optimizer(updates=False),
     "keep-gradients": Optimizer(updates=False, keeps_gradients=True),  # a loop that calls backward and no more
@@ -209,8 +213,8 @@ class _Step:
     def made_by(self) -> list[dict[str, tuple[int, str]]]:
         """By part: each argument that an earlier part made, to that part and the output.
 
-        A captured part says nothing of where its arguments come from, so they are matched: the same name within one graph of
-        torch.compile, else the same shape and dtype; the latest part first, each output once.
+        A captured part says nothing of where its arguments come from, so they are matched: the same name within one
+        graph of torch.compile, else the same shape and dtype; the latest part first, each output once.
         """
         found: list[dict[str, tuple[int, str]]] = []
         for at, part in enumerate(self.parts):
@@ -325,7 +329,7 @@ class _Step:
         ]
 
     def _alive(self, before: int, taking: int | None = None) -> set[Key]:
-        """Storages that forwards made and that are alive when the parts ``before`` this one still have their backward to run.
+        """Storages that forwards made and that are alive while the parts ``before`` this one have their backward to run.
 
         ``taking`` is a part whose forward runs now: what it takes is alive too.
         """
@@ -415,7 +419,7 @@ class _Step:
         self.inside.append((temporary,))
 
     def _phase(self, name: str, prices: Prices, alive: set[Key], *, own: int, passed: int) -> None:
-        """Appends the phase of one part: its timeline, less what is counted beside it, on top of what stands beside it."""
+        """Appends the phase of one part: its timeline, less what is counted beside it, on top of what is."""
         timeline = prices.timeline(None)
         beside = self._beside(alive, passed)
         offset = sum(holder.nbytes for holder in beside) - own
@@ -455,7 +459,7 @@ class _Step:
 
 
 def _outputs_of(forward: Graph) -> tuple[str, ...]:
-    """Names of the tensors that a forward gives to the program, in order, without repeats and without its own arguments."""
+    """Names of the tensors that a forward gives to the program, in order; its own arguments left out."""
     result = forward.result
     first = result[0] if isinstance(result, tuple) and result else result
     if isinstance(first, Struct):
@@ -482,11 +486,14 @@ def _gradients_of(part: StepPart, notes: list[str]) -> Iterator[tuple[str, str]]
             yield argument, name
 
 
-_INSIDE = "A TorchCompile region multiplies matrices: what Inductor allocates inside is not counted, the prediction is a lower bound."
+_INSIDE = (
+    "A TorchCompile region multiplies matrices: what Inductor allocates inside is not counted, so that the prediction is a "
+    "lower bound."
+)
 
 
 def _hides_memory(op: Op) -> bool:
-    """True for a region whose kernels exchange tensors that only its compiler knows: Inductor calls cuBLAS between its own."""
+    """True for a region whose kernels exchange tensors that only its compiler knows, as matmuls make Inductor do."""
     return op.id.startswith("TorchCompile") and any(effect_of(leaf).kind is Kind.MATMUL for leaf in op.leaves)
 
 

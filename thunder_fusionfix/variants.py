@@ -3,8 +3,8 @@
     >>> VARIANTS["plain"].executors, VARIANTS["eager"].executors
     (('sdpa', 'torchcompile_cat', 'nvfuser'), None)
 
-Those of this project are compared with each of the others. A variant that is not of the default ones is measured where it is
-asked for: sharing equal fusions alone is plain Thunder made to finish on deep models.
+Those of this project are compared with each of the others. A variant that is not of the default ones is measured where
+it is asked for: sharing equal fusions alone is plain Thunder made to finish on deep models.
 """
 
 from __future__ import annotations
