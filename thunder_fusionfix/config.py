@@ -22,6 +22,7 @@ class FusionFixConfig:
 
     unfuse_layouts: bool = True  # layout ops leave fusion regions
     split_regions: bool = True  # fusion regions that hold memory at the peak are cut, where the pieces need less
+    split_min_bytes: int = 2**20  # a cut has to lower the peak by this much for each launch that it adds
     reorder: bool = True  # ops run in the order that needs the least memory
     share_fusions: bool = True  # equal fusion regions compile once
     fold_matmuls: bool = True  # entry: linear layers and matmuls of an N-D tensor choose their kernel at run time
@@ -85,7 +86,7 @@ def check_option(name: str, value: Any) -> None:
     if name in ("fuel", "entry_fuel"):
         if value is not None and not _is_count(value):
             raise UsageError(f"fusionfix option {name}={value!r}: a number of rewrites >= 0, or None for no limit")
-    elif name == "recompute_min_bytes":
+    elif name in ("split_min_bytes", "recompute_min_bytes"):
         if not _is_count(value):
             raise UsageError(f"fusionfix option {name}={value!r}: a number of bytes >= 0")
     elif name == "memory_budget":

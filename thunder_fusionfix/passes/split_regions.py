@@ -46,9 +46,10 @@ from thunder_fusionfix.simulate import Prices
 NAME = "split_regions"
 COMPILERS = ("nvFusion", "TorchCompile")  # whose regions can be fused again in pieces
 CHEAP_OPS = 8  # most sub-ops that are done again for one value rather than keeping its users in one piece
-# A launch costs up to 30 us of host time. It has to lower the peak by this share of it, so that little is not cut for little.
+# A launch costs up to 30 us of host time. It has to lower the peak by this share of it, and by the option `split_min_bytes`.
 LAUNCH_SHARE = 1 / 1000
 ROUNDS = 8  # times that the peak is looked at anew after cuts
+WHAT_IF_OPS = 20_000  # and not more often than this many ops allow: one look at 10,000 ops takes about a second
 FRUITLESS_ROUNDS = 2  # of them in a row that do not lower it: two regions may have to be cut before it falls
 EXPLAINED = 5  # regions whose staying whole gets a reason
 JOIN_VISITS = 400_000  # orders that are priced to join pieces, times the length of the trace; about a second
@@ -63,11 +64,11 @@ def plan_split_regions(facts: Facts, fuel: int | None = None) -> Plan:
         facts: the trace and what is known of it.
         fuel: at most this many regions are cut; None for no limit.
     """
-    regions = {pos: Region(pos, op) for pos, op in enumerate(facts.graph.ops) if op.is_fusion}
-    start = Cut(facts, regions, {})
-    best = start
+    start = best = Cut(facts, {pos: Region(pos, op) for pos, op in enumerate(facts.graph.ops) if op.is_fusion}, {})
+    rounds = max(2, WHAT_IF_OPS // (len(facts.prices.steps) or 1))
+    seen: set[tuple[RegionEdit, ...]] = {()}
     for recompute in (True, False):
-        fine = _cut_finely(start, recompute)
+        fine = _cut_finely(start, recompute, min(rounds, ROUNDS), seen)
         if fine is not start:
             best = min(best, fine, _joined(fine), key=lambda cut: cut.cost)
     best = best.limited(fuel)
@@ -265,7 +266,7 @@ class Cut:
     @property
     def launch_bytes(self) -> int:
         """What one launch more has to win."""
-        return int(self.facts.timeline.peak_bytes * LAUNCH_SHARE)
+        return max(int(self.facts.timeline.peak_bytes * LAUNCH_SHARE), self.facts.config.split_min_bytes)
 
     @property
     def cost(self) -> int:
@@ -307,22 +308,30 @@ class Cut:
         return found
 
 
-def _cut_finely(start: Cut, recompute: bool) -> Cut:
-    """The regions that hold memory at the peak cut as finely as may be, as long as the peak falls."""
+def _cut_finely(start: Cut, recompute: bool, rounds: int, seen: set[tuple[RegionEdit, ...]]) -> Cut:
+    """The regions that hold memory at the peak cut as finely as may be, as long as the peak falls.
+
+    Args:
+        start: the trace without cuts.
+        recompute: see `Region.finest`.
+        rounds: how often the peak may be looked at anew.
+        seen: cuts that need not be priced again; those that are priced here come in.
+    """
     best = current = start
     fruitless = 0
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         finest = {
             pos: current.regions[pos].finest(recompute)
             for pos, held_bytes in current.holding.items()
             if held_bytes > current.launch_bytes
         }
-        if all(len(pieces) < 2 for pieces in finest.values()):
-            break
         current = start.with_pieces({**current.pieces, **finest}, recompute)
+        if current.edits in seen:
+            break
+        seen.add(current.edits)
         fruitless = 0 if current.peak < best.peak else fruitless + 1
         best = min(best, current, key=lambda cut: cut.peak)
-        if fruitless > FRUITLESS_ROUNDS:
+        if fruitless >= FRUITLESS_ROUNDS:
             break
     return best
 
