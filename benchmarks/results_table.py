@@ -133,8 +133,8 @@ def predictions(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
         return
     good = sum(abs(miss) <= PREDICTION_WITHIN for miss in off.values())
     yield (
-        f"Predicted peak within {PREDICTION_WITHIN:.0%} of the measured one: {good} of {len(off)}. Predictions that are "
-        "lower bounds (Inductor's buffers inside whole functions are not counted) are left out of this count."
+        f"Predicted peak within {PREDICTION_WITHIN:.0%} of the measured one: {good} of {len(off)}. Predictions that "
+        "are lower bounds (Inductor's buffers inside whole functions are not counted) are left out of this count."
     )
     yield ""
     yield from (f"- **missed**: {what}: {miss:+.1%}" for what, miss in off.items() if abs(miss) > PREDICTION_WITHIN)

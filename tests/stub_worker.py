@@ -1,6 +1,7 @@
 """Stands in for `measure` and `predict` in the tests of `bench`: ``python -m stub_worker JOB OUT``.
 
-The behaviour of each variant is in the environment: ``STUB="plain=ok,eager=crash"``; each start is a line in the file ``STUB_LOG``.
+The behaviour of each variant is in the environment: ``STUB="plain=ok,eager=crash"``; each start
+is a line in the file ``STUB_LOG``.
 """
 
 from __future__ import annotations

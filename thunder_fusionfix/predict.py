@@ -167,7 +167,7 @@ def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:
     )
     lines = [
         f"{spec.title}: a step needs {least}{megabytes(step.peak_bytes)} MB, in the {step.peak_phase.name}",
-        f"{device.name} has {megabytes(device.capacity_bytes)} MB, about {megabytes(CONTEXT_BYTES)} for CUDA: {verdict}",
+        f"{device.name} has {megabytes(device.capacity_bytes)} MB, CUDA takes {megabytes(CONTEXT_BYTES)}: {verdict}",
         "",
         f"{'phase':44}{'peak MB':>10}",
         *(f"{phase.name:44}{megabytes(phase.peak_bytes):>10}" for phase in step.phases),

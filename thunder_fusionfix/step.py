@@ -61,7 +61,7 @@ class Optimizer:
     keeps_gradients: bool = False  # the next step finds the gradients and adds to them; else they are set to None
 
 
-# torch.optim's defaults on CUDA (foreach): AdamW keeps two averages, and takes the root of one of them into new tensors.
+# torch.optim's defaults on CUDA (foreach): AdamW keeps two averages, and takes the root of one into new tensors.
 OPTIMIZERS: Mapping[str, Optimizer] = {
     "none": Optimizer(updates=False),
     "keep-gradients": Optimizer(updates=False, keeps_gradients=True),  # a loop that calls backward and no more
@@ -329,7 +329,7 @@ class _Step:
         ]
 
     def _alive(self, before: int, taking: int | None = None) -> set[Key]:
-        """Storages that forwards made and that are alive while the parts ``before`` this one have their backward to run.
+        """Storages that forwards made and that live while the parts ``before`` this one have their backward to run.
 
         ``taking`` is a part whose forward runs now: what it takes is alive too.
         """
@@ -487,8 +487,8 @@ def _gradients_of(part: StepPart, notes: list[str]) -> Iterator[tuple[str, str]]
 
 
 _INSIDE = (
-    "A TorchCompile region multiplies matrices: what Inductor allocates inside is not counted, so that the prediction is a "
-    "lower bound."
+    "A TorchCompile region multiplies matrices: what Inductor allocates inside is not counted, so that the prediction "
+    "is a lower bound."
 )
 
 
