@@ -66,7 +66,11 @@ def register(app: typer.Typer, model_traces: ModelTraces | None = None) -> None:
         app: the command.
         model_traces: gives the traces of a model by its name; None where `explain` is to take traces only.
     """
+    _register_explain(app, model_traces)
+    register_diff_and_check(app)
 
+
+def _register_explain(app: typer.Typer, model_traces: ModelTraces | None) -> None:
     @app.command("explain")
     def explain_verb(
         target: Trace, trace: Which = None, as_json: AsJson = False, as_markdown: AsMarkdown = False, html: Html = None
@@ -76,6 +80,10 @@ def register(app: typer.Typer, model_traces: ModelTraces | None = None) -> None:
             found = model_traces(target) if model_traces is not None and not looks_like_file(target) else target
             explanations = explain_trace(choose(sources(found), trace), FusionFixConfig())
             emit_explanations(explanations, as_json=as_json, as_markdown=as_markdown, html=html)
+
+
+def register_diff_and_check(app: typer.Typer) -> None:
+    """Adds the verbs `diff` and `check` to ``app``, for a command with an `explain` of its own."""
 
     @app.command("diff")
     def diff_verb(
@@ -173,9 +181,16 @@ def allowance_of(names: Iterable[str]) -> Allow:
 
 
 def verdicts_on(checked: Sequence[Source], allow: Allow) -> list[Verdict]:
-    """Every breach of the verifier's rules in one trace, or in the second trace and against the first."""
+    """Every breach of the verifier's rules in one trace, or in the second trace and against the first.
+
+    Where a text ends without a return statement, it may end amid the sub-ops of its last op: nothing is said of those.
+    """
     last = checked[-1]
-    found = [Verdict(rule, fault, last) for rule in GRAPH_RULES for fault in rule.find(last.graph)]
+    cut_at = len(last.graph.ops) - 1 if last.graph.result is None else -1  # sub-ops of the last op may be missing
+    faults = [(rule, fault) for rule in GRAPH_RULES for fault in rule.find(last.graph)]
+    found = [
+        Verdict(rule, fault, last) for rule, fault in faults if fault.pos != cut_at or not last.graph.ops[cut_at].subops
+    ]
     if len(checked) == 2 and not found:  # a trace that is not sound has no meaning to compare
         pair = Pair(checked[0].graph, last.graph, allow)
         for rule in PAIR_RULES:
