@@ -52,21 +52,12 @@ _STYLES = {"good": "green", "bad": "red", "faint": "dim", "": ""}
 def megabytes(nbytes: int) -> str:
     """Bytes for people, in MB of 1e6 bytes.
 
-    >>> megabytes(1_245_708_288), megabytes(229_376), megabytes(0), megabytes(512)
-    ('1,245.7', '0.2', '0', '0.001')
+    >>> megabytes(1_245_708_288), megabytes(229_376), megabytes(0), megabytes(4_096), megabytes(-512)
+    ('1,245.7', '0.2', '0', '0.004', '-0.001')
     """
-    if nbytes == 0:
-        return "0"
-    size = nbytes / MB
-    return (
-        f"{size:,.1f}"
-        if abs(size) >= 0.1
-        else f"{size:.2g}"
-        if abs(size) >= 0.001
-        else "0.001"
-        if nbytes > 0
-        else "-0.001"
-    )
+    size = abs(nbytes) / MB
+    text = "0" if nbytes == 0 else f"{size:,.1f}" if size >= 0.1 else f"{max(size, 0.001):.3f}"
+    return f"-{text}" if nbytes < 0 else text
 
 
 def signed_megabytes(nbytes: int) -> str:

@@ -240,7 +240,7 @@ def _kept(graph: Graph, holder: Holder, at: int) -> Kept:
     return Kept(
         holder.name,
         holder.nbytes,
-        (type_text(value) or "").partition(": ")[2].strip('"') if value is not None else "",
+        _type(value) if value is not None else "",
         "before the text" if holder.producer == "argument" and graph.stage == "backward" else holder.producer,
         made_pos,
         _reason(graph, holder, at, needed_pos, freed_pos),
@@ -248,6 +248,14 @@ def _kept(graph: Graph, holder: Holder, at: int) -> Kept:
         freed_pos,
         holder.names,
     )
+
+
+def _type(value: Value) -> str:
+    """The type as traces print it; dtype and number of elements where no more is known."""
+    typed = type_text(value)
+    if typed is not None:
+        return typed.partition(": ")[2].strip('"')
+    return f"{value.dtype}, {value.numel:,} elements" if value.numel is not None and value.dtype is not None else ""
 
 
 def _reason(graph: Graph, holder: Holder, at: int, needed_pos: int | None, freed_pos: int | None) -> str:
@@ -266,7 +274,8 @@ def _reason(graph: Graph, holder: Holder, at: int, needed_pos: int | None, freed
 
 def _layout_regions(graph: Graph, shared: Aliases) -> Iterator[LayoutRegion]:
     for pos, op in enumerate(graph.ops):
-        if op.is_fusion and op.subops and all(map(is_layout, op.leaves)):
+        shown = {name for leaf in op.leaves for name in leaf.outputs}
+        if op.is_fusion and op.subops and shown.issuperset(op.outputs) and all(map(is_layout, op.leaves)):
             yield _layout_region(graph, shared, pos, op)
 
 

@@ -39,21 +39,25 @@ def explanation_blocks(found: Explanation) -> list[Block]:
             f"no order of these ops needs less than {megabytes(found.lower_bound_bytes)} MB"
         ),
         Heading(f"alive at the peak ({len(found.holders)} of {found.num_holders}, largest first)"),
-        Table(
-            ("tensor", "MB", "type", "made by", "needed next by"),
-            tuple(
-                (
-                    holder.name,
-                    megabytes(holder.nbytes),
-                    holder.type or "?",
-                    holder.made_by,
-                    _next_use(holder.needed_by, holder.needed_pos, found),
-                )
-                for holder in found.holders
-            ),
-            right=(1,),
+        *limited(
+            Table(
+                ("tensor", "MB", "type", "made by", "needed next by"),
+                tuple(
+                    (
+                        holder.name,
+                        megabytes(holder.nbytes),
+                        holder.type or "?",
+                        holder.made_by,
+                        _next_use(holder.needed_by, holder.needed_pos, found),
+                    )
+                    for holder in found.holders
+                ),
+                right=(1,),
+            )
         ),
     ]
+    if not found.holders:
+        blocks.append(Line("nothing whose size is known", "faint"))
     for region in found.layout_regions:
         blocks += _layout_region_blocks(region, found)
     blocks += _plan_blocks(found)
@@ -69,9 +73,9 @@ def _next_use(needed_by: str, pos: int | None, found: Explanation) -> str:
 
 def _layout_region_blocks(region: LayoutRegion, found: Explanation) -> list[Block]:
     origins = Counter(
-        one.origin if one.origin in ("saved tensor", "argument", "cotangent") else "other" for one in region.takes
+        one.origin if one.origin in ("saved tensor", "argument", "cotangent") else "other value" for one in region.takes
     )
-    kinds = ", ".join(f"{number} {_plural(origin, number)}" for origin, number in origins.most_common())
+    kinds = ", ".join(_counted(number, origin) for origin, number in origins.most_common())
     taken_bytes = sum(one.nbytes or 0 for one in region.takes)
     unknown = sum(one.nbytes is None for one in region.takes)
     rows = tuple(
@@ -112,7 +116,7 @@ def _plan_blocks(found: Explanation) -> list[Block]:
     if not found.decisions:
         return [Heading("plan"), Line("the passes find nothing to change in this trace", "faint")]
     peaks = f"peak {megabytes(found.peak_bytes)} -> {megabytes(found.planned_peak_bytes)} MB"
-    blocks: list[Block] = [Heading(f"plan: {len(applied)} rewrites, {peaks} by estimate")]
+    blocks: list[Block] = [Heading(f"plan: {_counted(len(applied), 'rewrite')}, {peaks} by estimate")]
     rows = [
         (
             found.source.line_text(one.pos),
@@ -129,6 +133,26 @@ def _plan_blocks(found: Explanation) -> list[Block]:
 
 
 # ---------------------------------------------------------------- diff
+
+# What a list of a diff counts, for one and for several.
+_LISTS = {
+    "moved": ("moved", "moved"),
+    "left": ("left a fusion", "left a fusion"),
+    "entered": ("entered a fusion", "entered a fusion"),
+    "regrouped": ("in another fusion", "in another fusion"),
+    "split": ("fusion split", "fusions split"),
+    "merged": ("fusion merged", "fusions merged"),
+    "duplicated": ("duplicated", "duplicated"),
+    "deduplicated": ("no longer duplicated", "no longer duplicated"),
+    "added": ("added", "added"),
+    "gone": ("gone", "gone"),
+    "changed": ("change", "changes"),
+    "lifetimes": ("lifetime", "lifetimes"),
+    "saved_more": ("saved more", "saved more"),
+    "saved_less": ("saved less", "saved less"),
+    "regions": ("fusion of another size", "fusions of another size"),
+    "other": ("other difference", "other differences"),
+}
 
 
 def diff_blocks(found: TraceDiff, before: Source, after: Source) -> list[Block]:
@@ -149,9 +173,7 @@ def diff_blocks(found: TraceDiff, before: Source, after: Source) -> list[Block]:
         Line(f"after:  {after.title}, {_peak_text(found.after, after)}"),
         Line(
             ", ".join(
-                f"{len(getattr(found, name))} {name.replace('_', ' ')}"
-                for name in found.lists()
-                if getattr(found, name)
+                _counted(len(getattr(found, name)), *_LISTS[name]) for name in found.lists() if getattr(found, name)
             )
         ),
     ]
@@ -273,7 +295,7 @@ def verdict_blocks(verdicts: Sequence[Verdict], checked: Sequence[Source]) -> li
     if not verdicts:
         blocks: list[Block] = [Heading(f"{names}: no rule is broken", is_main=True)]
     else:
-        blocks = [Heading(f"{names}: {len(verdicts)} {_plural('fault', len(verdicts))}", is_main=True)]
+        blocks = [Heading(f"{names}: {_counted(len(verdicts), 'fault')}", is_main=True)]
     for verdict in verdicts[:MAX_ROWS]:
         lines, marked = verdict.source.context(verdict.fault.pos)
         blocks.append(
@@ -319,5 +341,6 @@ def _short(text: str, width: int = 72) -> str:
     return text if len(text) <= width else text[: width - 3] + "..."
 
 
-def _plural(word: str, number: int) -> str:
-    return word if number == 1 else f"{word}s"
+def _counted(number: int, one: str, several: str | None = None) -> str:
+    """A number with what it counts: ``1 fault``, ``3 faults``."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
