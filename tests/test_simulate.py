@@ -205,6 +205,20 @@ def test_simulate_backward_with_its_forward_counts_shared_memory_once() -> None:
     assert simulate(graph, forward=forward).start_bytes == 2048
 
 
+def test_simulate_backward_with_its_forward_knows_a_view_of_a_parameter_for_the_callers() -> None:
+    """A saved transpose of a held weight is not freed by ``del``; without the forward nobody can tell."""
+    build = GraphBuilder("forward")
+    w = build.arg("w", (2, 128))
+    t = build.op("torch.permute", w, (1, 0), out="t", shape=(128, 2))
+    forward = build.returns((t,), ((t,), ()))
+    back = GraphBuilder("backward")
+    back.collection("saved_for_backward", back.value("t", (128, 2)), arg=True)
+    a = back.op("torch.exp", Ref("t"), out="a", shape=KIB)
+    graph = back.delete(Ref("t")).returns(a, held=("w",))
+    assert simulate(graph).live_bytes[-1] == 1024
+    assert simulate(graph, forward=forward).live_bytes[-1] == 2048
+
+
 def test_start_of_backward_peak_is_over_the_first_tenth() -> None:
     """Of 20 ops the first two count, of fewer than ten the first."""
     build = GraphBuilder()

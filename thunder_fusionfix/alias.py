@@ -100,15 +100,15 @@ class Aliases:
         return any(access.writes for access in self.accesses.get(self.group_of(name), ()))
 
 
-def aliases(graph: Graph, forward: Graph | None = None) -> Aliases:
+def aliases(graph: Graph, forward: Graph | Aliases | None = None) -> Aliases:
     """The storages, strides and accesses of ``graph``.
 
     Args:
         graph: any Graph.
-        forward: for a backward Graph, the forward that saved its tensors. It tells which saved tensors share one storage, and
-            their strides; without it each saved tensor is counted on its own.
+        forward: for a backward Graph, the forward that saved its tensors, or its aliases. It tells which saved tensors share
+            one storage, and their strides; without it each saved tensor is counted on its own.
     """
-    return _Walk(graph, aliases(forward) if forward is not None else None).run()
+    return _Walk(graph, aliases(forward) if isinstance(forward, Graph) else forward).run()
 
 
 @dataclass

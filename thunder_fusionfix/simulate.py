@@ -102,7 +102,8 @@ class Prices:
 
     def __init__(self, graph: Graph, forward: Graph | None = None) -> None:
         self.graph = graph
-        self.aliases: Aliases = aliases(graph, forward)
+        self._forward = aliases(forward) if forward is not None else None
+        self.aliases: Aliases = aliases(graph, self._forward)
         self.unknown: list[str] = []
         self.sizes: tuple[int, ...] = tuple(self._size(storage) for storage in range(len(self.aliases.storages)))
         num = len(graph.ops)
@@ -118,11 +119,19 @@ class Prices:
             if op.id == RETURN
             for name in self._tensors(op.inputs)
         }
-        held = {self.aliases.storage_of[name] for name in self._tensors(graph.held)}
+        held = {self.aliases.storage_of[name] for name in self._tensors(self._held_names())}
         self.is_outside: tuple[bool, ...] = tuple(storage.is_outside for storage in self.aliases.storages)
         # returned, or the caller's: alive to the end
         self.is_kept: tuple[bool, ...] = tuple(id in result or id in held for id in range(len(self.sizes)))
         self.start_bytes = sum(size for size, outside in zip(self.sizes, self.is_outside) if outside)
+
+    def _held_names(self) -> Iterable[str]:
+        """What the caller owns, and what the forward saved as a view of it: a transposed weight is the weight."""
+        shared = self._forward
+        if shared is None:
+            return self.graph.held
+        owned = {shared.storage_of[name] for name in self.graph.held if name in shared.storage_of}
+        return [*self.graph.held, *(name for id in owned for name in shared.storages[id].names)]
 
     def _size(self, id: int) -> int:
         storage = self.aliases.storages[id]
