@@ -14,7 +14,7 @@ Sizes are MB of 1e6 bytes, as torch users print ``torch.cuda.max_memory_allocate
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,7 @@ def _reason(graph: Graph, timeline: Timeline, holder: Holder) -> str:
     """Why a holder is alive at the peak."""
     at = graph.ops[timeline.peak_pos]
     if is_temporary(graph, holder):
-        return f"that {at.id} writes only for itself, where a layout op cuts it in two"
+        return f"that {at.id} writes only for itself, where nvFuser cuts it"
     if holder.producer in ("argument", "saved tensor", "cotangent"):
         return {"argument": "arguments", "saved tensor": "saved by the forward", "cotangent": "gradients given"}[
             holder.producer
@@ -254,11 +254,28 @@ def decision_blocks(decisions: Sequence[Decision]) -> list[Block]:
             refused.setdefault((one.pass_name, one.reason), []).append(one)
     if refused:
         left = tuple(
-            (str(len(found)), pass_name, ", ".join(dict.fromkeys(one.where for one in found)), found[0].what, reason)
+            (
+                str(len(found)),
+                pass_name,
+                listed(dict.fromkeys(one.where for one in found)),
+                listed(one.what for one in found),
+                reason,
+            )
             for (pass_name, reason), found in refused.items()
         )
         blocks += [Heading("left as it is"), Table(("", "pass", "in", "what", "why"), left, right=(0,))]
     return blocks
+
+
+def listed(items: Iterable[str], most: int = 4) -> str:
+    """The first few of ``items`` and how many more there are.
+
+    >>> listed(["a", "b", "c"]), listed("abcdef")
+    ('a, b, c', 'a, b, c, d and 2 more')
+    """
+    names = list(items)
+    more = len(names) - most
+    return ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
 
 
 def report_text(report: Report) -> str:

@@ -218,7 +218,7 @@ class LayoutCost:
 
 
 def layout_costs(graph: Graph, shared: Aliases) -> tuple[LayoutCost, ...]:
-    """Every layout op in the fusion regions of ``graph`` with what it costs, in trace order."""
+    """Every layout op in the fusion regions of ``graph`` with what it costs, in trace order; a ``shallow_copy`` is none."""
     return tuple(
         cost
         for pos, op in enumerate(graph.ops)
@@ -235,7 +235,7 @@ def _costs_in(
     for boundary in temporaries_of(region, values, strides).boundaries:
         written[boundary.cut_at] = written.get(boundary.cut_at, 0) + boundary.nbytes
     for leaf in region.leaves:
-        if not is_layout(leaf) or len(leaf.outputs) != 1:
+        if not is_layout(leaf) or len(leaf.outputs) != 1 or short_name(leaf.id) == "shallow_copy":
             continue
         (output,) = leaf.outputs
         cost, nbytes = Cost.NOTHING, written.get(output, 0)
