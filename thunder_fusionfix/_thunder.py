@@ -44,6 +44,7 @@ __all__ = [
     "mend_nvfuser",
     "nvfuser_registered",
     "nvfuser_version",
+    "nvfuser_works",
     "replaced",
     "resolve_executors",
     "thunderfx_left_out",
@@ -82,6 +83,15 @@ def mend_nvfuser() -> bool:
 
     compute_contiguity._mended = True  # type: ignore[attr-defined]
     impl.compute_contiguity = compute_contiguity  # type: ignore[attr-defined]
+    return True
+
+
+def nvfuser_works() -> bool:
+    """True where Thunder's loaded nvFuser executor can describe a tensor, which it does for each input of a fusion."""
+    try:
+        sys.modules[_NVFUSER_IMPL].compute_contiguity((2, 3), (3, 1))
+    except ImportError:
+        return False
     return True
 
 
