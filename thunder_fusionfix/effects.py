@@ -151,6 +151,8 @@ _TABLE: dict[str, Effect] = {
     **{name: Effect(Kind.COMPUTE) for name in _COMPUTE},
     **{name: Effect(Kind.RANDOM) for name in _RANDOM},
     **{name: Effect(Kind.COLLECTIVE) for name in _COLLECTIVES},
+    "getitem": Effect(Kind.MOVE, Copies.MAYBE),  # a view of slices, a copy of what index tensors choose
+    "__getitem__": Effect(Kind.MOVE, Copies.MAYBE),
     "unfold": Effect(Kind.MOVE, Copies.MAYBE),  # torch.Tensor.unfold is a view, torch.nn.functional.unfold a copy
     "wait": Effect(Kind.WAIT),
     "item": Effect(Kind.SYNC),

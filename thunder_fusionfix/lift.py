@@ -179,12 +179,14 @@ class _Carrier:
             after = layout.dims[dim]
             if layout.shape[after] != prod(self.sizes):
                 return False
-            dims = tuple(
-                where + (len(self.sizes) - 1) * (where > after)
-                for source, where in enumerate(layout.dims)
-                for where in (range(where, where + len(self.sizes)) if source == dim else (where,))
-            )
-            return self._emit(index, op, (Ref(name), self._split(layout.shape, after), dims), after)
+            extra = len(self.sizes) - 1
+            dims: list[int] = []
+            for source, where in enumerate(layout.dims):
+                if source == dim:
+                    dims += range(after, after + len(self.sizes))
+                else:
+                    dims.append(where + extra * (where > after))
+            return self._emit(index, op, (Ref(name), self._split(layout.shape, after), tuple(dims)), after)
         if isinstance(layout, Reshape) and self._is_split_back(op, dim):
             self.carried[op.outputs[0]] = (name, -1)  # the very dims that were merged: nothing is left to do
             return self._undo(index, op, name)

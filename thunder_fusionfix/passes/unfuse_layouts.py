@@ -171,7 +171,8 @@ class _Rewrite:
     why_kept: dict[str, str] = field(default_factory=dict)  # value -> why the layouts that it is made of stay
 
     def __post_init__(self) -> None:
-        self.outputs = list(self.op.outputs)
+        # Thunder's CSE can make a region that gives one of its own inputs: the name is there without it
+        self.outputs = [name for name in self.op.outputs if name not in self.op.inputs]
         self.values = self.graph.values
         self.inputs = list(self.op.inputs)
         self.subops = self.op.subops
@@ -198,6 +199,7 @@ class _Rewrite:
             self._hoist()
             self._sink()
         body = self._body()
+        self._place_what_the_region_takes()
         self._explain_the_rest(body)
         if not any(decision.applied for decision in self.decisions):
             return Plan(decisions=tuple(self.decisions))
@@ -215,7 +217,7 @@ class _Rewrite:
     def _move_passengers(self) -> None:
         """Outputs that are only layouts of an input go outside, next to their first consumer."""
         passengers = []
-        for name in self.op.outputs:
+        for name in self.outputs:
             value = self.derived.get(name)
             if value is None or value.casts or not value.path:
                 continue
@@ -272,7 +274,7 @@ class _Rewrite:
             subop = self.subops[index]
             if isinstance(layout_of(subop, self.values), Reshape) and self._is_worth_carrying(subop) and self._has_fuel():
                 lifted = lift(self.subops, index, self.values, self.inputs, self.outputs, self.fresh)
-                if lifted is not None and self._all_views(lifted):
+                if lifted is not None and self._all_views(lifted) and not self.written.intersection(lifted.outputs):
                     self._take(lifted, subop)
                     continue
             index += 1
@@ -409,9 +411,12 @@ class _Rewrite:
         return self.hoisted[key]
 
     def _sink(self) -> None:
-        """Layouts that end in a computed output leave; what stands after them moves before them."""
-        after = self.pos + 1
-        for name in sorted(self.outputs, key=lambda output: self.definition.get(output, -1)):
+        """Layouts that end in a computed output leave; what stands after them moves before them.
+
+        The last outputs go first: an output that others are made from can only leave once they have.
+        """
+        sunk: list[tuple[str, list[_Step], str]] = []
+        for name in sorted(self.outputs, key=lambda output: -self.definition.get(output, -1)):
             if name in self.outside or name in self.given or name not in self.definition:
                 continue
             chain = self._sink_chain(name)
@@ -420,6 +425,9 @@ class _Rewrite:
             base, inner, outer = chain
             if base in self.written or name in self.written:
                 self._refuse(name, "it is changed in place by this trace")
+                continue
+            if name in self._taken_inside():
+                self._refuse(name, "the region computes with it and gives it too")
                 continue
             reason, won, ok = self._sink_pays(name, base, inner, outer)
             if not ok or not self._has_fuel():
@@ -433,9 +441,18 @@ class _Rewrite:
                 self.outputs.insert(self.outputs.index(name), result)
             self.outputs.remove(name)
             self.outside.add(name)
-            self._place_steps(result, outer, name, after)
+            sunk.append((result, outer, name))
             past = f" past {', '.join(short_name(step.symbol) for step in inner)}" if inner else ""
             self._decide(f"sunk {_spell_steps(outer)}{past} ({name})", reason, True, won)
+        for result, outer, name in reversed(sunk):
+            self._place_steps(result, outer, name, self.pos + 1)
+
+    def _taken_inside(self) -> set[str]:
+        """Names that the region, as it is now, takes."""
+        taken: set[str] = set()
+        for item in self._body():
+            taken.update(self.op.subops[item].inputs if isinstance(item, int) else _inputs(item))
+        return taken
 
     def _sink_chain(self, name: str) -> tuple[str, list[NewOp], list[_Step]] | None:
         """What ``name`` is made from, the ops that stay inside, and the steps that go outside; None where nothing can go.
@@ -520,6 +537,14 @@ class _Rewrite:
             ops.append(NewOp(step.symbol, (Ref(current), *step.args[1:]), output))
             current = output
         return ops
+
+    def _place_what_the_region_takes(self) -> None:
+        """Passengers that the region still computes with are placed before it, with what they are made from."""
+        taken = self._taken_inside()
+        for i in reversed(range(len(self.placed))):
+            if self.placed[i].op.output in taken and self.placed[i].pos > self.pos:
+                self.placed[i] = replace(self.placed[i], pos=self.pos)
+                taken.update(_inputs(self.placed[i].op))
 
     # ------------------------------------------------------------ small questions
 
