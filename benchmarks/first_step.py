@@ -30,6 +30,7 @@ import contextlib
 import functools
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -186,7 +187,7 @@ def run_variant(args: argparse.Namespace) -> dict[str, Any]:
     import thunder
     import torch
 
-    import thunder_fusionfix._thunder  # noqa: F401  (mends Thunder under nvFuser 0.2.36)
+    import thunder_fusionfix.splitter  # noqa: F401  (joins Thunder, with what it imports)
     from thunder_fusionfix import share
 
     profile = Profile()
@@ -271,16 +272,25 @@ def run_apart(args: argparse.Namespace, variant: str, layers: int, seconds: floa
     with tempfile.TemporaryDirectory() as cache:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": path}
+        # A session of its own: Inductor's workers end with it.
+        child = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
         try:
-            done = subprocess.run(
-                command, capture_output=True, text=True, timeout=seconds, env=environment, check=False
-            )
+            out, err = child.communicate(timeout=seconds)
         except subprocess.TimeoutExpired:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.communicate()
             return {**failed, "error": f"not done after {seconds:.0f} s"}
-    for line in done.stdout.splitlines():
+    for line in out.splitlines():
         if line.startswith(MARK):
             return json.loads(line[len(MARK) :])
-    return {**failed, "error": f"exit {done.returncode}: " + (done.stderr or done.stdout)[-2000:]}
+    return {**failed, "error": f"exit {child.returncode}: " + (err or out)[-2000:]}
 
 
 def table(results: list[dict[str, Any]]) -> str:
