@@ -223,7 +223,8 @@ class Prices:
             peak_bytes=peak,
             peak_pos=peak_pos,
             start_bytes=self.start_bytes,
-            lower_bound_bytes=self.lower_bound(dict(zip(order, live))),
+            # a broken trace may delete what it takes later, and so need less than is possible
+            lower_bound_bytes=min(peak, self.lower_bound(dict(zip(order, live)))),
             holders=self._holders(order, peak_pos, births, deaths) if live else (),
             unknown=tuple(self.unknown),
         )
@@ -433,10 +434,10 @@ class _Owners:
                 if name in self.content and self.content.get(self.parent.get(name, name)) == ():
                     self.empty(name, at)
         elif op.id == UNPACK:
-            (source,) = op.inputs
-            self.content[source] = op.outputs
+            for source in op.inputs[:1]:
+                self.content[source] = op.outputs
+                self.parent.update(dict.fromkeys(op.outputs, source))
             for name in op.outputs:
-                self.parent[name] = source
                 self.bind(name)  # as a name
                 self.bind(name)  # as a part of the collection
         else:
