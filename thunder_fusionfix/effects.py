@@ -81,7 +81,7 @@ _VIEWS = _names(
     "movedim select narrow diagonal alias fusionfix_after"
 )
 _MAYBE_VIEWS = _names("reshape view flatten unflatten contiguous stride_order")
-_CASTS = _names("convert_element_type to float type_as")
+_CASTS = _names("convert_element_type to float double half bfloat16 type_as")
 _SAME_BITS = _names("bitcast real imag positive")  # give their argument, or a view of it
 _POINTWISE = _names(
     "abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh digamma erf erfc "
