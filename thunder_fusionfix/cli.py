@@ -527,7 +527,7 @@ def progress() -> Iterator[Callable[[str], None]]:
         yield lambda words: bar.update(task, description=words)
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Keeps what torch, Thunder and transformers say about each other off the terminal; our own warnings stay."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -539,12 +539,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code."""
     try:
         with warnings.catch_warnings():
-            _quiet()
+            quiet()
             code = app(args=argv, prog_name="fusionfix", standalone_mode=False)
         return code if isinstance(code, int) else FINE
     except FusionFixError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_USAGE if isinstance(error, UsageError) else FAILED
+    except SystemExit as end:  # argparse's way to end, in `bench`
+        return end.code if isinstance(end.code, int) else WRONG_USAGE
     except KeyboardInterrupt:
         return 130
     except Exception as error:

@@ -37,7 +37,8 @@ class Overview:
         live = tuple(nbytes for phase in self.step.phases for nbytes in phase.live_bytes)
         at = max(range(len(live)), key=lambda pos: (live[pos], -pos), default=0)
         start = sum(self.step.base.values())
-        return Timeline(live, max(live, default=start), at, start, 0, self.step.holders, self.step.unknown)
+        # what stands before the step is the only bound that holds for the traces together
+        return Timeline(live, max(live, default=start), at, start, start, self.step.holders, self.step.unknown)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:

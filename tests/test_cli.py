@@ -1,0 +1,222 @@
+"""The command: each verb's answer, its files, and one line with exit code 2 for whatever is wrong with the input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from thunder_fusionfix import __version__
+from thunder_fusionfix.cli import app, main
+
+LOSS = ["causal-lm-loss", "--seq", "16"]
+
+# A new option is a decision: change it here too, and in the documentation.
+SIZES = {"--layers", "--hidden-size", "--seq", "--batch", "--fusion-type", "--executors", "--dynamo"}
+OPTIONS = {
+    "capture": SIZES | {"--out", "--picture", "--json"},
+    "explain": SIZES | {"--trace", "--picture", "--html", "--json", "--markdown"},
+    "fix": SIZES | {"--trace", "--out", "--picture", "--json", "--markdown"},
+    "diff": {"--trace", "--html", "--json", "--markdown"},
+    "check": {"--trace", "--allow", "--json", "--markdown"},
+    "bench": set(),  # reads its own
+    "doctor": {"--json"},
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A capture of a small loss: the path of its Graphs."""
+    out = tmp_path_factory.mktemp("saved") / "loss.json"
+    assert main(["capture", *LOSS, "--out", str(out)]) == 0
+    return out
+
+
+def verbs():
+    import typer.main
+
+    return typer.main.get_command(app).commands
+
+
+def test_every_verb_has_the_options_that_are_documented():
+    """Verbs and options are exactly those in the list above."""
+    found = {
+        name: {option for param in verb.params for option in param.opts if option.startswith("--")} - {"--help"}
+        for name, verb in verbs().items()
+    }
+    assert found == OPTIONS
+
+
+def test_help_needs_no_torch():
+    """The command's help loads neither torch nor Thunder."""
+    code = (
+        "import sys; from thunder_fusionfix.cli import main; code = main(['--help']); "
+        "sys.exit(code or bool({'torch', 'thunder', 'matplotlib'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert all(name in done.stdout for name in OPTIONS)
+
+
+def test_version_is_printed(capsys):
+    """`--version` says which release this is."""
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"fusionfix {__version__}\n"
+
+
+def test_capture_saves_graphs_and_the_printed_trace(saved, capsys):
+    """The Graphs can be read back, and the text beside them is what Thunder prints."""
+    from thunder_fusionfix.store import load_graphs
+
+    assert list(load_graphs(saved)) == ["causal_lm_loss forward", "causal_lm_loss backward"]
+    printed = saved.with_suffix(".txt").read_text()
+    assert printed.startswith("# causal_lm_loss forward\n")
+    assert "def backward_fn(saved_for_backward, cotangents):" in printed
+
+
+def test_capture_says_what_it_found_as_json(tmp_path, capsys):
+    """`--json` prints one object and nothing else."""
+    assert main(["capture", *LOSS, "--out", str(tmp_path / "loss.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [part["name"] for part in found["parts"]] == ["causal_lm_loss"]
+    assert found["peak_bytes"] > 0
+
+
+@pytest.mark.parametrize("suffix", ["json", "txt"])
+def test_explain_of_a_saved_trace_names_the_peak(saved, suffix, capsys):
+    """Saved Graphs and the printed text both give the peak and what holds it."""
+    assert main(["explain", str(saved.with_suffix(f".{suffix}"))]) == 0
+    out = capsys.readouterr().out
+    assert "peak" in out
+    assert "MB" in out
+
+
+@pytest.mark.nvfuser
+def test_fix_of_a_saved_trace_says_what_was_done_and_draws_it(saved, tmp_path, capsys):
+    """Every decision is printed with its reason, the picture is written, and the fixed traces are saved."""
+    picture, out = tmp_path / "step.svg", tmp_path / "fixed.json"
+    assert main(["fix", str(saved), "--picture", str(picture), "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    assert "hoisted slice_prim, reshape of logits" in printed
+    assert "a view of the stored tensor outside" in printed
+    assert picture.read_text().lstrip().startswith("<?xml")
+    assert main(["check", str(saved), str(out), "--allow", "rewrite-regions", "--allow", "reorder"]) == 0
+
+
+@pytest.mark.nvfuser
+def test_fix_of_a_model_lowers_the_peak(tmp_path, capsys):
+    """A model is captured with the transform; before and after are compared as a whole step."""
+    picture = tmp_path / "step.png"
+    assert main(["fix", *LOSS, "--json", "--picture", str(picture)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["after"]["peak, MB"] < found["before"]["peak, MB"]
+    assert found["after"]["layout ops in fusions"] == 0
+    assert any(decision["applied"] for trace in found["traces"] for decision in trace["decisions"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.nvfuser
+def test_fix_of_a_saved_trace_and_of_its_model_agree(saved, capsys):
+    """The passes give the same numbers on Graphs as on Thunder's own traces."""
+    assert main(["fix", str(saved), "--json"]) == 0
+    of_graphs = json.loads(capsys.readouterr().out)
+    assert main(["fix", *LOSS, "--json"]) == 0
+    of_traces = json.loads(capsys.readouterr().out)
+    assert (of_graphs["before"], of_graphs["after"]) == (of_traces["before"], of_traces["after"])
+
+
+def test_explain_of_a_model_from_a_file(tmp_path, capsys):
+    """file.py:function is a model like any other."""
+    path = tmp_path / "program.py"
+    path.write_text("import torch\ndef build(): return torch.nn.Linear(4, 4), (torch.ones(2, 4),)\n")
+    assert main(["explain", f"{path}:build", "--executors", "torchcompile", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["stage"] for one in found] == ["forward", "backward"]
+
+
+def test_fix_of_a_trace_without_regions_says_so(tmp_path, capsys):
+    """Nothing to fix is an answer, not an error."""
+    path = tmp_path / "trace.txt"
+    path.write_text("def f(x):\n  t1 = prims.neg(x)\n  return t1\n")
+    assert main(["fix", str(path)]) == 0
+    assert "nothing to fix" in capsys.readouterr().out
+
+
+def test_doctor_says_that_everything_fits(capsys):
+    """The environment of the tests is one that the project supports; JSON has the same checks."""
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith("everything fits together")
+    assert main(["doctor", "--json"]) == 0
+    assert all(check["name"] in printed for check in json.loads(capsys.readouterr().out)["checks"])
+
+
+def test_doctor_fails_where_a_version_was_not_tested(monkeypatch, capsys):
+    """An untested version is named, with exit code 1."""
+    from thunder_fusionfix import _thunder
+
+    versions = {"torch": "3.0.0", "lightning-thunder": "0.2.6", "nvFuser": "0.2.36"}
+    monkeypatch.setattr(_thunder, "installed_versions", lambda: versions)
+    assert main(["doctor"]) == 1
+    assert "3.0.0" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["explain", "missing.txt"], "missing.txt"),
+        (["fix", "missing.json"], "missing.json"),
+        (["explain", "foreign.json"], "foreign.json"),
+        (["fix", "foreign.txt"], "foreign.txt"),
+        (["fix", "trace.txt", "--layers", "2"], "--layers is for models; trace.txt is a trace: leave it out"),
+        (["explain", "trace.txt", "--trace", "7"], "no trace '7'"),
+        (["capture", "qwen9"], "no model 'qwen9'; choose one of qwen2.5-7b"),
+        (["capture", "program.py"], "name the function too, as in program.py:build"),
+        (["explain", "program.py:other"], "program.py defines no function 'other'"),
+        (["fix", "missing.py:build"], "missing.py: there is no such file"),
+        (["capture", "causal-lm-loss", "--layers", "2"], "causal-lm-loss has no layers"),
+        (["capture", "causal-lm-loss", "--seq", "many"], "--seq"),
+        (["capture", "causal-lm-loss", "--seq", "0"], "seq=0: at least 1"),
+        (["capture", *LOSS, "--fusion-type", "flow"], "fusion_type='flow': 'dataflow' or 'consecutive'"),
+        (["capture", *LOSS, "--executors", "nvfusr"], "there is no executor 'nvfusr'; Thunder knows"),
+        (["capture", *LOSS, "--out", "loss.txt"], "loss.txt: end the file's name in .json"),
+        (["capture", *LOSS, "--out", "none/loss.json"], "none/loss.json: there is no directory none; make it first"),
+        (["fix", *LOSS, "--picture", "step.bmp"], "step.bmp: end the file's name in .png or .svg or .pdf"),
+        (["fix", *LOSS, "--trace", "1"], "--trace is for files with several traces"),
+        (["capture"], "MODEL"),
+        (["fry", "x"], "fry"),
+        (["capture", *LOSS, "--wide"], "--wide"),
+        (["check", "trace.txt", "--allow", "all"], "--allow all"),
+    ],
+)
+def test_wrong_input_ends_with_one_line_that_says_what_to_do(argv, message, tmp_path, monkeypatch, capsys):
+    """Exit code 2, one line on standard error, nothing on standard output."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign.json").write_text('{"a": 1}')
+    (tmp_path / "foreign.txt").write_text("no trace here\n")
+    (tmp_path / "trace.txt").write_text("def f(x):\n  t1 = prims.neg(x)\n  return t1\n")
+    (tmp_path / "program.py").write_text("import torch\ndef build(): return torch.exp, (torch.ones(2),)\n")
+    assert main(argv) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert printed.err.startswith("error: ")
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+
+
+def test_a_program_that_fails_while_it_is_traced_ends_with_one_line(tmp_path, capsys):
+    """Exit code 1 and the first line of what went wrong; how to see more is said."""
+    path = tmp_path / "program.py"
+    path.write_text("import torch\ndef build(): return (lambda x: x.reshape(7)), (torch.ones(2),)\n")
+    assert main(["explain", f"{path}:build", "--executors", "torchcompile"]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "FUSIONFIX_DEBUG=1 shows where" in err
+
+
+def test_bench_reads_its_own_options(capsys):
+    """What follows `bench` is bench's own, its help too."""
+    assert main(["bench", "--help"]) == 0
+    assert "--variants" in capsys.readouterr().out

@@ -1,0 +1,100 @@
+"""``make demo``: what the plugin does, on two real programs, in half a minute and without a GPU.
+
+Both are traced live with nvFuser's own fusion pass; where nvFuser cannot be installed, the traces that ship with the project are
+used instead. Sizes are those of the simulator, which `bench` checks against a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from thunder_fusionfix.cli import Wanted, fix, quiet
+from thunder_fusionfix.document import Block, Heading, Line, show
+from thunder_fusionfix.errors import FusionFixError
+from thunder_fusionfix.overview import comparison_table
+from thunder_fusionfix.report import draw_timeline
+
+OUT = Path("fusionfix-out")
+
+INTRODUCTION = (
+    "Lightning Thunder turns a PyTorch program into a trace, and nvFuser turns groups of its operations into fusions: one GPU",
+    "kernel instead of many. Some operations only rearrange: slice, reshape, transpose. PyTorch does them as views, for nothing.",
+    "Inside a fusion the same operations can force it to write whole tensors to memory, often where memory is scarcest.",
+    "thunder_fusionfix takes them out where a view does, checks that the result is the same, and says what it did.",
+)
+
+USE = (
+    "To use it, add one line to what you have:",
+    "    from thunder_fusionfix import FusionFixTransform",
+    '    backend = ThunderCompiler(executors=("sdpa", "torchcompile_cat", "nvfuser"), transforms=[FusionFixTransform()])',
+    "Next: `fusionfix fix qwen2.5-7b --layers 4`, `fusionfix explain` with a trace from anywhere, `fusionfix doctor`.",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Show:
+    """One program of the demo."""
+
+    title: str
+    wanted: Wanted
+    shipped: str  # folder in traces/
+    picture: str
+
+
+SHOWS = (
+    Show(
+        "The loss of a language model: logits of 4,096 tokens and 152,064 words, in bf16",
+        Wanted("causal-lm-loss"),
+        "causal-lm-loss",
+        "loss.png",
+    ),
+    Show(
+        "A training step of Qwen2.5-7B, 2 of its 28 layers, 4,096 tokens",
+        Wanted("qwen2.5-7b", layers=2),
+        "qwen2.5-7b-2-layers",
+        "qwen2.5-7b.png",
+    ),
+)
+
+
+def main() -> int:
+    """Prints the demo and writes its pictures; 0 where all went well."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    quiet()
+    show([Heading("thunder_fusionfix", is_main=True), *(Line(text) for text in INTRODUCTION)], console)
+    try:
+        for number, item in enumerate(SHOWS, start=1):
+            console.print()
+            show(blocks_of(number, item), console)
+    except FusionFixError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    console.print()
+    show([Heading("How to go on"), *(Line(text) for text in USE)], console)
+    return 0
+
+
+def blocks_of(number: int, item: Show) -> Iterator[Block]:
+    """One program: what held its memory, before and after, and what was done."""
+    fixed = fix(item.wanted, None)
+    assert fixed.programs is not None, "a program that was captured is a whole one"
+    before, after = fixed.programs
+    yield Heading(f"{number}. {item.title}", is_main=True)
+    yield Line(f"What held the peak: {before.sentence()}")
+    yield comparison_table(before, after)
+    applied = [decision for report in fixed.reports for decision in report.decisions if decision.applied]
+    yield Line(f"{len(applied)} rewrites, each checked; the largest:")
+    for decision in sorted(applied, key=lambda one: -one.bytes_won)[:3]:
+        yield Line(f"  in {decision.where}: {decision.what} ({decision.reason})")
+    OUT.mkdir(exist_ok=True)
+    draw_timeline(fixed.timelines(), OUT / item.picture)
+    yield Line(f"Picture of the memory over the step: {OUT / item.picture}", "good")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
