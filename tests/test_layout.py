@@ -217,6 +217,30 @@ def test_layout_of_reads_the_spellings_that_traces_print(op_id, args, after, exp
         assert found.shape_after(SOURCE.shape) == after
 
 
+@pytest.mark.parametrize(
+    ("op_id", "args", "after"),
+    [
+        ("prims.transpose", ((0, 0, 1),), (2, 2, 1)),
+        ("prims.slice_prim", ((0, 0), (2, 1)), (2, 1, 3)),
+        ("prims.slice_prim", ((0, 0, 0), (2, 1, 3), (1, 1, 0)), (2, 1, 3)),
+        ("prims.slice_prim", (), (2, 1, 3)),
+        ("prims.squeeze", ((0,),), (1, 3)),
+        ("prims.squeeze", ((5,),), (2, 1)),
+        ("prims.broadcast_in_dim", ((4, 1, 3), (0, 1, 2)), (4, 1, 3)),
+        ("prims.broadcast_in_dim", ((2, 1, 3), (0, 1)), (2, 1, 3)),
+        ("prims.broadcast_in_dim", ((2, 1, 3), (0, 1, 7)), (2, 1, 3)),
+        ("prims.reshape", ((7,),), (7,)),
+        ("prims.stride_order", ((1, 0),), (2, 1, 3)),
+        ("prims.shallow_copy", (), (6,)),
+        ("Tensor.expand", ((3,),), (3,)),
+    ],
+)
+def test_layout_of_arguments_that_do_not_fit_the_shapes_is_none(op_id, args, after) -> None:
+    """Text that was typed or cut may say anything; it is not taken for a layout."""
+    values = {"x": SOURCE, "y": Value("y", after, "f32")}
+    assert layout_of(Op(op_id, (Ref("x"), *args), Ref("y")), values) is None
+
+
 def test_layout_of_contiguous_in_channels_last_is_not_taken_for_row_major() -> None:
     """The memory format is behind a name; its sub-op tells the order."""
     build = GraphBuilder()

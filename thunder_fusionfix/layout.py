@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
-from typing import Union
 
 from thunder_fusionfix.effects import is_layout, short_name
 from thunder_fusionfix.model import Arg, Op, Ref, Value
@@ -208,7 +207,7 @@ class Reshape:
         return Viewed.NO if view_strides(shape, strides, self.shape) is None else Viewed.YES
 
 
-Layout = Union[Same, Permute, Slice, Squeeze, Broadcast, Contiguous, Reshape]
+Layout = Same | Permute | Slice | Squeeze | Broadcast | Contiguous | Reshape
 
 
 def view_strides(shape: Shape, strides: Strides, new_shape: Shape) -> Strides | None:
@@ -288,7 +287,7 @@ def source_of(op: Op) -> str | None:
 
 
 def layout_of(op: Op, values: Mapping[str, Value]) -> Layout | None:
-    """The layout that ``op`` applies; None where it is no layout op or its arguments are not plain numbers.
+    """The layout that ``op`` applies; None where it is no layout op or its arguments are not plain numbers that fit.
 
     Reads prims and the torch, ltorch and executor spellings that traces print. A torch spelling whose rule is not written
     here is read from the shapes of input and output where that is certain.
@@ -298,34 +297,69 @@ def layout_of(op: Op, values: Mapping[str, Value]) -> Layout | None:
     source = source_of(op)
     if source is None or len(op.outputs) != 1:
         return None
-    name, before, after = short_name(op.id), values.get(source), values.get(op.outputs[0])
+    before, after = values.get(source), values.get(op.outputs[0])
     if before is None or after is None or before.shape is None or after.shape is None:
         return None
+    layout = _as_written(op, before.shape, after.shape)
+    return layout if layout is not None and _fits(layout, before.shape, after.shape) else None
+
+
+def _as_written(op: Op, before: Shape, after: Shape) -> Layout | None:
+    """The layout that the arguments of ``op`` name, whether or not it fits the shapes."""
+    name = short_name(op.id)
     if name in ("shallow_copy", "detach", "alias", "fusionfix_after"):
         return Same()
     if name in ("transpose", "permute"):
-        dims = _permutation(op, name, len(before.shape))
+        dims = _permutation(op, name, len(before))
         return None if dims is None else Permute(dims)
     if name == "slice_prim":
-        bounds = [_ints(arg) for arg in op.args[1:4]]
-        steps = bounds[2] if len(bounds) > 2 and bounds[2] else (1,) * len(before.shape)
-        return Slice(bounds[0], bounds[1], steps) if bounds[0] is not None and bounds[1] is not None else None
+        starts, ends, steps = _ints_at(op, 1), _ints_at(op, 2), _ints_at(op, 3) or (1,) * len(before)
+        return None if starts is None or ends is None else Slice(starts, ends, steps)
     if name == "broadcast_in_dim":
-        shape, dims = _ints(op.args[1]), _ints(op.args[2])
+        shape, dims = _ints_at(op, 1), _ints_at(op, 2)
         return None if shape is None or dims is None else Broadcast(shape, dims)
     if name == "squeeze" and op.id.startswith("prims."):
-        dims = _ints(op.args[1])
+        dims = _ints_at(op, 1)
         return None if dims is None else Squeeze(dims)
     if name == "stride_order":
-        return Contiguous(_ints(op.args[1]) if len(op.args) > 1 else None)
+        return Contiguous(_ints_at(op, 1))
     if name == "contiguous":
         return Contiguous() if _is_plain_contiguous(op) else None
     if name in ("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze"):
-        return Reshape(after.shape)
+        return Reshape(after)
     if name == "expand":
-        new_dims = len(after.shape) - len(before.shape)
-        return Broadcast(after.shape, tuple(range(new_dims, len(after.shape))))
+        return Broadcast(after, tuple(range(len(after) - len(before), len(after))))
     return None
+
+
+def _fits(layout: Layout, before: Shape, after: Shape) -> bool:
+    """True where ``layout`` applies to a tensor of shape ``before`` and gives one of shape ``after``.
+
+    Traces that Thunder made always do; text that was typed or cut may say anything.
+    """
+    ndim = len(before)
+    if isinstance(layout, Slice):
+        if not len(layout.starts) == len(layout.ends) == len(layout.steps) == ndim or min(layout.steps, default=1) < 1:
+            return False
+    elif isinstance(layout, Squeeze):
+        if any(not 0 <= dim < ndim or before[dim] != 1 for dim in layout.dims):
+            return False
+    elif isinstance(layout, Broadcast):
+        if len(layout.dims) != ndim or any(not 0 <= dim < len(layout.shape) for dim in layout.dims):
+            return False
+        if any(size not in (1, layout.shape[dim]) for size, dim in zip(before, layout.dims)):
+            return False
+    elif isinstance(layout, Contiguous):
+        if layout.order is not None and sorted(layout.order) != list(range(ndim)):
+            return False
+    elif isinstance(layout, Reshape) and prod(before) != prod(after):
+        return False
+    return layout.shape_after(before) == after
+
+
+def _ints_at(op: Op, index: int) -> tuple[int, ...] | None:
+    """The argument at ``index`` as a tuple of plain ints; None where there is none."""
+    return _ints(op.args[index]) if index < len(op.args) else None
 
 
 def _ints(arg: Arg) -> tuple[int, ...] | None:
