@@ -89,8 +89,17 @@ def start_of_backward_peak(timeline: Timeline) -> int:
 class Prices:
     """A Graph made ready to price many orders of its ops.
 
-    ``steps`` are the positions of the ops that an order arranges: all but ``del``s and clears. A scheduler asks `peak_of` or
-    `live_of` for each order that it tries; both take time linear in ops and uses.
+    A scheduler asks `peak_of` or `live_of` for each order that it tries; both take time linear in ops and uses.
+
+    Attributes:
+        steps: positions of the ops that an order arranges: all but ``del``s and clears.
+        aliases: the storages; their ids index what follows.
+        sizes, is_outside, is_kept: by storage: bytes in whole blocks; whether it is there before the first op; whether it
+            stays to the end, returned or owned by the caller.
+        makes, uses: by position: storages that the op allocates, and those that it makes or takes.
+        temporaries, temporary_bytes: by position: what a region writes for itself, and how much of it at once.
+        start_bytes: allocated before the first op.
+        unknown: tensors whose size is not known, counted as 0.
 
         >>> from thunder_fusionfix.model import Graph, Op, Ref, Value
         >>> f32 = {name: Value(name, (1024,), "f32", "cuda:0") for name in "xyz"}
