@@ -132,20 +132,21 @@ def test_every_write_row_writes_an_argument_that_the_operator_has() -> None:
 def test_cast_rows_give_their_argument_where_nothing_changes() -> None:
     """``to`` and its kin: the tensor itself for its own dtype, new memory for another."""
     x = torch.rand(3)
-    casts = {
-        "to": (lambda d: x.to(d)),
-        "convert_element_type": (lambda d: torch.Tensor.to(x, d)),
-        "type_as": (lambda d: x.type_as(torch.empty(1, dtype=d))),
+    by_dtype = {
+        "to": lambda dtype: x.to(dtype),
+        "convert_element_type": lambda dtype: torch.Tensor.to(x, dtype),
+        "type_as": lambda dtype: x.type_as(torch.empty(1, dtype=dtype)),
     }
-    assert {name for name, row in _TABLE.items() if row.kind is Kind.POINTWISE and row.copies is Copies.MAYBE} == {
-        *casts,
-        "float",
-    }
-    for cast in casts.values():
+    by_name = {"float": torch.float32, "double": torch.float64, "half": torch.float16, "bfloat16": torch.bfloat16}
+    rows = {name for name, row in _TABLE.items() if row.kind is Kind.POINTWISE and row.copies is Copies.MAYBE}
+    assert rows == {*by_dtype, *by_name}
+    for cast in by_dtype.values():
         assert shares(cast(torch.float32), x)
         assert not shares(cast(torch.bfloat16), x)
-    assert shares(x.float(), x)
-    assert not shares(x.half().float(), x)
+    for name, dtype in by_name.items():
+        same, other = x.to(dtype), x.to(torch.int64)
+        assert shares(getattr(same, name)(), same)
+        assert not shares(getattr(other, name)(), other)
 
 
 def test_same_bits_rows_have_the_memory_of_their_argument() -> None:
