@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from strategies import graphs, random_graph
 
+from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Arg, Const, Graph, Op, Ref, Struct, Value
 from thunder_fusionfix.parse import ParseError, parse, parse_document, parse_traces
 from thunder_fusionfix.syntax import read_statement
@@ -340,10 +341,14 @@ def test_parse_excerpt_infers_shapes_or_numel_and_says_the_rest() -> None:
 
 
 def test_parse_lines_cut_on_the_right_keep_what_is_there() -> None:
-    """A statement that was cut keeps its output and the arguments before the cut; half a name is no name."""
+    """A statement that was cut keeps its output and the arguments before the cut; half a name is no name.
+
+    What the operation does without the rest of its arguments nobody knows, so its callee says that it was cut.
+    """
     text = "t1 = prims.add(t0, 2.0)\nt2 = torch.cat((t0, t1, t5"
     graph = parse(text)
-    assert graph.ops[1] == Op("torch.cat", ((Ref("t0"), Ref("t1")),), Ref("t2"))
+    assert graph.ops[1] == Op("torch.cat...", ((Ref("t0"), Ref("t1")),), Ref("t2"))
+    assert effect_of(graph.ops[1]).kind is Kind.BARRIER
     assert "cut, and read as far as it goes: line 2" in graph.notes
 
 

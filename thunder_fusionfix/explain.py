@@ -18,7 +18,7 @@ from thunder_fusionfix.apply import apply_to_graph
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.diff import TraceDiff, diff
 from thunder_fusionfix.effects import is_layout
-from thunder_fusionfix.errors import VerifyError
+from thunder_fusionfix.errors import FusionFixError
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.layout import Viewed, layout_of, source_of
 from thunder_fusionfix.liveness import live_ranges
@@ -29,10 +29,12 @@ from thunder_fusionfix.passes import PASSES
 from thunder_fusionfix.simulate import Prices
 from thunder_fusionfix.sources import Source, sources
 from thunder_fusionfix.unparse import type_text
-from thunder_fusionfix.verify import verify
+from thunder_fusionfix.verify import GRAPH_RULES, verify
 
 SCHEMA = "thunder_fusionfix.explain/1"
 NUM_HOLDERS = 10
+# A text may hold what no trace of Thunder's does, and a pass may not expect it; a compile keeps its input then, too.
+_FAILURES = (FusionFixError, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +164,7 @@ def explain(source: Source, forward: Graph | None = None, config: FusionFixConfi
     """
     facts = Facts(source.graph, config or FusionFixConfig(), forward)
     timeline = facts.timeline
-    decisions, planned = _plan(facts)
+    decisions, planned, notes = _plan(facts)
     return Explanation(
         source,
         timeline.start_bytes,
@@ -175,7 +177,7 @@ def explain(source: Source, forward: Graph | None = None, config: FusionFixConfi
         decisions,
         planned.graph,
         planned.timeline.peak_bytes,
-        (*source.graph.notes, *_region_notes(source.graph)),
+        (*source.graph.notes, *_region_notes(source.graph), *notes),
     )
 
 
@@ -338,24 +340,33 @@ def _taken(graph: Graph, name: str) -> Taken:
     return Taken(name, value.nbytes, known_by, origin)
 
 
-def _plan(facts: Facts) -> tuple[tuple[Decision, ...], Facts]:
-    """What the final passes decide, at positions of the trace as it is, and the facts after those plans that are kept."""
-    first, decisions = facts, list[Decision]()
+def _plan(facts: Facts) -> tuple[tuple[Decision, ...], Facts, tuple[str, ...]]:
+    """What the final passes decide, at positions of the trace as it is; the facts after those plans that are kept; notes."""
+    first, decisions, notes = facts, list[Decision](), list[str]()
+    if any(fault for rule in GRAPH_RULES for fault in rule.find(first.graph)):
+        return (
+            (),
+            first,
+            ("no plan: the trace is not sound, or cut amid an op; `check` names the rules that it breaks",),
+        )
     for item in PASSES:
         if not getattr(facts.config, item.name):
             continue
-        plan = item.plan(facts, None)
-        decisions += [replace(one, pos=_first_pos(one.pos, facts.graph, first.graph)) for one in plan.decisions]
-        if plan.is_empty:
-            continue
-        after = Facts(apply_to_graph(facts.graph, plan), facts.config, facts.forward)
         try:
-            verify(facts.graph, after.graph, item.allow)
-        except VerifyError:
+            plan = item.plan(facts, None)
+            after = Facts(apply_to_graph(facts.graph, plan), facts.config, facts.forward)
+            if not plan.is_empty:
+                verify(facts.graph, after.graph, item.allow)
+            rises = after.timeline.peak_bytes > facts.timeline.peak_bytes
+        except _FAILURES as error:
+            notes.append(
+                f"no plan of {item.name}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            )
             continue
-        if after.timeline.peak_bytes <= facts.timeline.peak_bytes:
+        decisions += [replace(one, pos=_first_pos(one.pos, facts.graph, first.graph)) for one in plan.decisions]
+        if not rises:
             facts = after
-    return tuple(decisions), facts
+    return tuple(decisions), facts, tuple(notes)
 
 
 def _first_pos(pos: int, graph: Graph, first: Graph) -> int:

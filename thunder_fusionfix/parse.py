@@ -343,6 +343,8 @@ def _made(node: _Node) -> Iterator[str]:
 def _op(node: _Node, known: set[str]) -> Op:
     statement = node.statement
     callee = _OLD_NAMES.get(statement.callee, statement.callee)
+    if statement.cut and callee not in _STATEMENTS:
+        callee += "..."  # an operation without all of its arguments is not known
     return Op(
         id=callee,
         args=tuple(_resolved(arg, known) for arg in statement.args),
@@ -387,10 +389,15 @@ def _kinds(ops: tuple[Op, ...]) -> Iterator[tuple[str, str]]:
             yield from ((name, "collection") for name in op.inputs)
         if op.id == UNPACK and op.inputs == ("saved_for_backward",):
             yield from ((name, "collection") for name in op.outputs)
-        elif op.id == UNPACK and all(_NUMBER_NAME.match(name) for name in op.outputs):
+        elif _gives_numbers(op):
             yield from ((name, "number") for name in op.outputs)
-        elif op.id.startswith("get_and_update_rng_state"):  # a seed and an offset
-            yield from ((name, "number") for name in op.outputs)
+
+
+def _gives_numbers(op: Op) -> bool:
+    """True for the unpacking of numbers, and for the seed and offset of a random generator."""
+    if op.id == UNPACK:
+        return all(_NUMBER_NAME.match(name) for name in op.outputs)
+    return op.id.startswith("get_and_update_rng_state")
 
 
 def _names(args: tuple[str, ...], ops: tuple[Op, ...]) -> dict[str, None]:
