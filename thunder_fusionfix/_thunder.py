@@ -249,6 +249,47 @@ def fallbacks_without_driver() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def attention_as_on_hopper() -> Iterator[None]:
+    """Thunder's choice of a fused attention as on an H100 or H200, while the context is open; with a GPU its own.
+
+    torch answers the question for the GPU that is there, and without one that no fused attention can run. The conditions are
+    those of ``can_use_flash_attention`` and ``can_use_efficient_attention`` in torch 2.10 for compute capability 9.0, as far
+    as they can be asked of shapes and dtypes.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    from thunder.executors import sdpaex
+
+    with replaced(sdpaex, "_fused_sdp_choice", _hopper_attention):
+        yield
+
+
+def _hopper_attention(
+    query: Any, key: Any, value: Any, mask: Any, dropout_p: float = 0.0, is_causal: bool = False, scale: Any = None
+) -> Any:
+    """The attention kernel for these proxies: flash, else memory-efficient, else none."""
+    from thunder.executors.utils import SpdaBackend
+
+    tensors, dtype = (query, key, value), query.dtype
+    if any(tensor.ndim != 4 or tensor.dtype != dtype or 0 in tensor.shape for tensor in tensors):
+        return SpdaBackend.MATH
+    if any(tensor.shape[:2] != query.shape[:2] for tensor in tensors):
+        return SpdaBackend.MATH
+    width = query.shape[-1]
+    low_precision = dtype in (dtypes.bfloat16, dtypes.float16)
+    same_width = all(tensor.shape[-1] == width for tensor in tensors)
+    square = not is_causal or query.shape[-2] == key.shape[-2]
+    if low_precision and same_width and width <= 256 and mask is None and square:
+        return SpdaBackend.FLASH_ATTENTION
+    aligned = 8 if low_precision else 4  # elements in 16 bytes, what the tensor cores load
+    fits = key.shape[-1] == width and width % aligned == 0 and value.shape[-1] % aligned == 0
+    if fits and (low_precision or dtype is dtypes.float32) and not (mask is not None and mask.requires_grad):
+        return SpdaBackend.MEMORY_EFFICIENT
+    return SpdaBackend.MATH
+
+
+@contextlib.contextmanager
 def before_split(seen: Callable[[Any], None]) -> Iterator[None]:
     """Calls ``seen`` with each joint trace that Thunder splits into forward and backward while the context is open."""
     from thunder.transforms import autodiff

@@ -39,6 +39,7 @@ from thunder_fusionfix._thunder import (
     FusionExecutor,
     TraceCtx,
     Transform,
+    attention_as_on_hopper,
     before_split,
     compile_data_and_stats,
     fallbacks_without_driver,
@@ -399,6 +400,7 @@ class _Recorder:
         fusion, split = _FusionWatch(), list[TraceCtx]()
         start = time.perf_counter()
         with contextlib.ExitStack() as stack, torch.set_grad_enabled(job.grad), before_split(split.append):
+            stack.enter_context(attention_as_on_hopper())
             for fuser in self.fusers:
                 stack.enter_context(replaced(fuser, "fusion_pass", fusion.watched(fuser.fusion_pass)))
             thunder.compile_data(job.jitted).get_computation_and_inputs(*job.args, **job.kwargs)
