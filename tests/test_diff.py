@@ -202,6 +202,8 @@ def test_diff_of_a_trace_and_its_renamed_copy_is_empty(graph: Graph, rng: random
 def mutated(graph: Graph, rng: random.Random) -> Graph:
     """The Graph with one change somewhere; it need not be well-formed, as pasted text need not be."""
     ops = list(graph.ops)
+    if not ops:
+        return graph
     at = rng.randrange(len(ops))
     op = ops[at]
     kind = rng.randrange(7)
