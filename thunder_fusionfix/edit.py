@@ -128,7 +128,10 @@ class _Editor:
         )
         fused = bsym.sym.executor.fuse(region, number)
         return fused.from_bsym(
-            header=bsym.header, source_filename=bsym.source_filename, source_positions=bsym.source_positions, tags=set(bsym.tags)
+            header=bsym.header,
+            source_filename=bsym.source_filename,
+            source_positions=bsym.source_positions,
+            tags=set(bsym.tags),
         )
 
     def _make(self, op: NewOp) -> BoundSymbol:
@@ -145,7 +148,9 @@ class _Editor:
         _check_same(op, made.output, known)
         return made.from_bsym(output=known)
 
-    def _record(self, symbol: Callable, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None) -> list[BoundSymbol]:
+    def _record(
+        self, symbol: Callable, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> list[BoundSymbol]:
         """The bound symbols that calling ``symbol`` records."""
         scope: list[BoundSymbol] = []
         with tracectx(self.trace):

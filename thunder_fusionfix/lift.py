@@ -65,7 +65,12 @@ def merge_of(shape: Shape, new_shape: Shape) -> Merge | None:
 
 
 def lift(
-    subops: Sequence[Op], index: int, values: Mapping[str, Value], inputs: Sequence[str], outputs: Sequence[str], fresh: Iterator[str]
+    subops: Sequence[Op],
+    index: int,
+    values: Mapping[str, Value],
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    fresh: Iterator[str],
 ) -> Lifted | None:
     """The computation carried past the reshape ``subops[index]``; None where some user of it cannot be carried.
 
@@ -162,10 +167,10 @@ class _Carrier:
 
     def _reduction(self, index: int, op: Op) -> bool:
         name, dim = self.carried[op.inputs[0]]
-        dims = op.args[1] if len(op.args) > 1 else None
-        if len(op.args) != 2 or not isinstance(dims, tuple) or not all(isinstance(item, int) for item in dims) or dim in dims:
+        dims = _ints(op.args[1]) if len(op.args) == 2 else None
+        if dims is None or dim in dims:
             return False
-        after = dim - sum(1 for item in dims if item < dim)  # type: ignore[operator]
+        after = dim - sum(1 for item in dims if item < dim)
         return self._emit(index, op, (Ref(name), self._shifted(dims, dim)), after)
 
     def _layout(self, index: int, op: Op) -> bool:
@@ -223,11 +228,13 @@ class _Carrier:
     def _split(self, shape: Shape, dim: int) -> Shape:
         return (*shape[:dim], *self.sizes, *shape[dim + 1 :])
 
-    def _shifted(self, dims: Sequence[Arg], dim: int) -> tuple[int, ...]:
-        return tuple(item + (len(self.sizes) - 1) * (item > dim) for item in dims)  # type: ignore[operator]
+    def _shifted(self, dims: Sequence[int], dim: int) -> tuple[int, ...]:
+        return tuple(item + (len(self.sizes) - 1) * (item > dim) for item in dims)
 
     def result(self, reshape_index: int, outputs: Mapping[str, str]) -> Lifted:
-        subops, new_ops, origin = [], {}, {}
+        subops: list[Op] = []
+        new_ops: dict[int, NewOp] = {}
+        origin: dict[int, int] = {}
         for index, op in enumerate(self.subops):
             if index == reshape_index:
                 continue
@@ -239,3 +246,11 @@ class _Carrier:
                 origin[len(subops)] = index
             subops.append(op)
         return Lifted(tuple(subops), new_ops, origin, self.values, outputs, self.inputs)
+
+
+def _ints(arg: Arg) -> tuple[int, ...] | None:
+    """The integers of a tuple of nothing else; None for anything else."""
+    if not isinstance(arg, tuple):
+        return None
+    ints = tuple(item for item in arg if isinstance(item, int))
+    return ints if len(ints) == len(arg) else None

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import time
 import warnings
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from thunder_fusionfix._thunder import TraceCtx, TraceTag, untested_versions, warn_untested_versions
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.edit import apply_plan
-from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError
+from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, VerifyError
+from thunder_fusionfix.execute import compare
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Graph, Plan, Report
 from thunder_fusionfix.passes import PASSES, Pass
@@ -36,7 +38,7 @@ def fix_trace(trace: TraceCtx, config: FusionFixConfig | None = None) -> tuple[T
         The trace to run, and a report; None for a trace without fusion regions.
 
     Raises:
-        FusionFixError: with ``config.strict`` only, where a check failed.
+        FusionFixError: with ``config.strict`` only, where a check or a pass failed; the message names the pass.
     """
     config = config or FusionFixConfig()
     if not any(bsym.sym.is_fusion for bsym in trace.bound_symbols):
@@ -46,10 +48,11 @@ def fix_trace(trace: TraceCtx, config: FusionFixConfig | None = None) -> tuple[T
         return trace, None
     try:
         return _fix(trace, config)
-    except UnsupportedTraceError as error:
-        return _give_up(trace, config, error)
     except Exception as error:  # whatever it is, the user's step goes on with the trace that Thunder made
-        return _give_up(trace, config, error)
+        if config.strict:
+            raise error if isinstance(error, FusionFixError) else FusionFixError(_told(error)) from error
+        _warn_once(f"thunder_fusionfix left a trace as it is: {_told(error)}")
+        return trace, None
 
 
 def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
@@ -60,45 +63,67 @@ def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
         held = forward.args if forward is not None else ()
         return Facts(read(some_trace, strides=strides, held=held), config, forward)
 
-    facts = first = facts_of(trace)
-    decisions: list[Decision] = []
-    kept_input: str | None = None
+    state = _State(trace, facts_of(trace))
+    first = state.facts
     for item in PASSES:
-        if not getattr(config, item.name):
-            continue
-        fuel = None if config.fuel is None else config.fuel - sum(decision.applied for decision in decisions)
-        plan = item.plan(facts, fuel)
-        if plan.is_empty:
-            decisions += plan.decisions
-            continue
-        try:
-            new_trace = apply_plan(trace, facts.graph, plan, _provenance(item, plan))
-            new_facts = facts_of(new_trace)
-            if config.verify:
-                verify(facts.graph, new_facts.graph, item.admits(facts.graph, plan))
-            why_not = _why_not(facts, new_facts)
-        except Exception as error:
-            if config.strict:
-                raise
-            why_not = f"{type(error).__name__}: {error}"
-            _warn_once(f"thunder_fusionfix: pass `{item.name}` was undone, the trace is as it was before it ({why_not})")
-        if why_not is not None:
-            kept_input = why_not
-            decisions += [replace(decision, applied=False, reason=f"pass undone: {why_not}") for decision in plan.decisions]
-            continue
-        trace, facts = new_trace, new_facts
-        decisions += plan.decisions
+        if getattr(config, item.name):
+            state = _after(item, state, facts_of)
     report = Report(
-        stage=facts.graph.stage,
+        stage=first.graph.stage,
         before=first.timeline,
-        after=facts.timeline,
+        after=state.facts.timeline,
         graph_before=first.graph,
-        graph_after=facts.graph,
-        decisions=tuple(decisions),
+        graph_after=state.facts.graph,
+        decisions=state.decisions,
         seconds=time.perf_counter() - started,
-        kept_input=kept_input,
+        kept_input=state.kept_input,
     )
-    return trace, report
+    return state.trace, report
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Where the passes stand."""
+
+    trace: TraceCtx
+    facts: Facts  # of the trace
+    decisions: tuple[Decision, ...] = ()
+    kept_input: str | None = None  # why the last pass that was undone was
+
+    @property
+    def fuel(self) -> int | None:
+        """Rewrites that may yet be made; None for no limit."""
+        limit = self.facts.config.fuel
+        return None if limit is None else limit - sum(decision.applied for decision in self.decisions)
+
+
+def _after(item: Pass, state: _State, facts_of: Callable[[TraceCtx], Facts]) -> _State:
+    """``state`` after one pass; with the trace as it was where the pass fails, is refused or does not pay."""
+    graph, config = state.facts.graph, state.facts.config
+    plan = Plan()
+    try:
+        plan = item.plan(state.facts, state.fuel)
+        if plan.is_empty:
+            return replace(state, decisions=state.decisions + plan.decisions)
+        trace = apply_plan(state.trace, graph, plan, _provenance(item, plan))
+        facts = facts_of(trace)
+        if config.verify:
+            verify(graph, facts.graph, item.admits(graph, plan))
+        if config.debug_execute:
+            _compare_by_running(graph, facts.graph)
+        why_not = _why_not(state.facts, facts)
+    except Exception as error:  # a fault of one pass costs that pass, not the others and not the user's step
+        if config.strict:
+            raise _strict_error(item, graph, error) from error
+        why_not = _told(error)
+        _warn_once(f"thunder_fusionfix: pass `{item.name}` was undone, the trace is as it was before it ({why_not})")
+    if why_not is None:
+        return _State(trace, facts, state.decisions + plan.decisions, state.kept_input)
+    undone = (
+        replace(decision, applied=False, reason=f"pass undone: {why_not}") if decision.applied else decision
+        for decision in plan.decisions
+    )
+    return replace(state, decisions=(*state.decisions, *undone), kept_input=why_not)
 
 
 def _forward_graph(trace: TraceCtx) -> Graph | None:
@@ -115,16 +140,31 @@ def _why_not(before: Facts, after: Facts) -> str | None:
     return f"the simulated peak would rise from {old} to {new} bytes" if new > old else None
 
 
+def _compare_by_running(before: Graph, after: Graph) -> None:
+    """Raises `VerifyError` where both traces, run on small random CPU tensors, give other numbers; large ones are not run."""
+    compared = compare(before, after)
+    if compared.differing:
+        names = ", ".join(compared.differing)
+        raise VerifyError(f"run on random tensors, the new trace gives other numbers for {names}")
+
+
 def _provenance(item: Pass, plan: Plan) -> str:
     applied = sum(decision.applied for decision in plan.decisions)
     return f"thunder_fusionfix {item.name} ({applied} rewrites)"
 
 
-def _give_up(trace: TraceCtx, config: FusionFixConfig, error: Exception) -> tuple[TraceCtx, None]:
-    if config.strict:
-        raise error if isinstance(error, FusionFixError) else FusionFixError(f"{type(error).__name__}: {error}") from error
-    _warn_once(f"thunder_fusionfix left a trace as it is: {type(error).__name__}: {error}")
-    return trace, None
+def _strict_error(item: Pass, graph: Graph, error: Exception) -> FusionFixError:
+    """``error`` with the pass and the stage in front, of its own class where that is one of ours."""
+    place = f"pass `{item.name}`, {graph.stage}"
+    for kind in (UnsupportedTraceError, VerifyError):
+        if isinstance(error, kind):
+            return kind(f"{place}: {error}")
+    return FusionFixError(f"{place}: {_told(error)}")
+
+
+def _told(error: Exception) -> str:
+    """The error's text; what is none of ours tells its class too."""
+    return str(error) if isinstance(error, FusionFixError) else f"{type(error).__name__}: {error}"
 
 
 def _warn_once(message: str) -> None:

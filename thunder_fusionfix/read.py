@@ -78,8 +78,10 @@ def example_strides() -> dict[str, tuple[int, ...]]:
     found: dict[str, tuple[int, ...]] = {}
     for node in getattr(graph, "nodes", ()):
         example = node.meta.get("example_value") if node.op == "placeholder" else None
-        if hasattr(example, "stride") and all(isinstance(step, int) for step in example.stride()):
-            found[node.target] = tuple(example.stride())
+        stride = getattr(example, "stride", None)
+        steps = stride() if stride is not None else None
+        if steps is not None and all(isinstance(step, int) for step in steps):
+            found[node.target] = tuple(steps)
     return found
 
 
@@ -153,7 +155,11 @@ def _arg(printable: Any) -> Arg:
         return Struct(tuple((str(name), _arg(item)) for name, item in printable.items()))
     if isinstance(printable, ContextObject):
         return Const(printable.name)
-    inner = [proxy for proxy in tree_iter(vars(printable)) if isinstance(proxy, Proxy)] if hasattr(printable, "__dict__") else []
+    inner = (
+        [proxy for proxy in tree_iter(vars(printable)) if isinstance(proxy, Proxy)]
+        if hasattr(printable, "__dict__")
+        else []
+    )
     if inner:  # a dataclass of the user's: its tensors must not get lost
         return tuple(Ref(proxy.name) for proxy in inner)
     return Const(prettyprint(printable))
@@ -163,7 +169,7 @@ def _value(proxy: Proxy, strides: tuple[int, ...] | None) -> Value:
     if isinstance(proxy, TensorProxy):
         shape = tuple(proxy.shape)
         if not all(isinstance(size, int) for size in shape):
-            raise UnsupportedTraceError(f"{proxy.name} has the symbolic shape {shape}; traces with symbolic values are left as they are")
+            raise UnsupportedTraceError("symbolic values, sizes that only a run can tell")
         dtype, device = proxy.dtype.shortname(), proxy.device.device_str()
         return Value(proxy.name, shape, dtype, device, strides if strides and len(strides) == len(shape) else None)
     if isinstance(proxy, NumberProxy):

@@ -8,13 +8,15 @@
     model = torch.compile(model, backend=backend)
     ...
     print(fix.report())
+
+It stands anywhere in a list of transforms; those after it see the fixed traces.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from thunder_fusionfix._thunder import TraceCtx, Transform, get_compile_option
+from thunder_fusionfix._thunder import TraceCtx, Transform, get_compile_data, get_compile_option
 from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
 from thunder_fusionfix.model import Report
 from thunder_fusionfix.pipeline import fix_trace
@@ -48,7 +50,9 @@ class FusionFixTransform(Transform):
         """What was done and what was refused, trace by trace, with the reason and the bytes of each decision."""
         from thunder_fusionfix.report import report_text  # for people only: a training step needs none of it
 
-        return "\n\n".join(report_text(report) for report in self.reports) or "no trace with fusion regions was compiled"
+        return (
+            "\n\n".join(report_text(report) for report in self.reports) or "no trace with fusion regions was compiled"
+        )
 
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
@@ -56,6 +60,13 @@ class FusionFixTransform(Transform):
 
 
 def _compile_options() -> dict[str, Any]:
-    """The options that the user gave to Thunder with our prefix."""
-    given = {name: get_compile_option(PREFIX + name, f"thunder_fusionfix: {text}") for name, text in option_names().items()}
-    return {name: value for name, value in given.items() if value is not None}
+    """The options that the user gave to Thunder with our prefix, misspelt ones included, so that somebody says so."""
+    for name, text in option_names().items():
+        get_compile_option(PREFIX + name, f"thunder_fusionfix: {text}")  # enters it in Thunder's own list of options
+    compile_data = get_compile_data()
+    given = compile_data.compile_options if compile_data is not None else {}
+    return {
+        name.removeprefix(PREFIX): value
+        for name, value in given.items()
+        if name.startswith(PREFIX) and value is not None
+    }
