@@ -70,7 +70,7 @@ def with_deletes(ops: Iterable[Op], values: dict[str, Value], clear_collections:
         clear_collections: whether a collection is cleared before it is deleted, as in backward traces.
     """
     result: list[Op] = []  # from the last to the first
-    kept = set()
+    kept: set[str] = set()
     for op in reversed([op for op in ops if op.id not in (DEL, CLEAR)]):
         if op.id == RETURN:
             kept.update(op.inputs)

@@ -33,6 +33,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from thunder_fusionfix.alias import Access, Aliases
@@ -138,7 +139,7 @@ def _in_write_order(accesses: tuple[Access, ...]) -> Iterator[tuple[int, int]]:
 
 def _effects(trace: _Trace) -> Iterator[tuple[int, int]]:
     chain = [pos for pos, kinds in trace.kinds.items() if not kinds <= _HARMLESS]
-    yield from zip(chain, chain[1:])
+    yield from pairwise(chain)
 
 
 def _overlap(trace: _Trace) -> Iterator[tuple[int, int]]:

@@ -51,8 +51,9 @@ WINDOW_OPS = 64
 WINDOW_ROUNDS = 8
 # Partial orders that the search keeps, tried in turn: a narrow search is often enough, and sometimes better than a wide one.
 WIDTHS = (1, 8, 64, 512)
-# Ops that the searches of one trace may look at; about a third of a second.
+# Times that the searches of one trace may look at an op; about a third of a second, and a twentieth.
 SEARCH_VISITS = 40_000
+QUICK_VISITS = 6_000
 # Orders that are priced to take moves back, times the length of the trace; about a third of a second.
 SETTLE_VISITS = 80_000
 
@@ -92,7 +93,7 @@ def schedule(graph: Graph, prices: Prices | None = None, most_moves: int | None 
             order = find(problem)
             tried.append((name, order, problem.peak_of(order)))
         name, order, peak = min(tried, key=lambda item: item[2])
-        found, is_optimal = _search(problem, order, peak, floor)
+        found, is_optimal = _search(problem, order, peak, floor, SEARCH_VISITS)
         if found is not None:
             tried.append((f"search from {name}", found, problem.peak_of(found)))
     name, order, peak = min(tried, key=lambda item: item[2])  # the first of equals: the input
@@ -168,7 +169,9 @@ def held_back(problem: Problem) -> Order:
     growth = [0] * len(problem)  # of an op together with the ops held back that it needs
     for at in range(len(problem)):
         made = sum(sizes[id] for id in problem.makes[at] if kept[id] or last[id] != at)
-        freed = sum(sizes[id] for id in problem.uses[at] if last[id] == at and not kept[id] and id not in problem.makes[at])
+        freed = sum(
+            sizes[id] for id in problem.uses[at] if last[id] == at and not kept[id] and id not in problem.makes[at]
+        )
         growth[at] = made - freed + sum(growth[first] for first in problem.before[at] if not is_done[first])
         is_needed_later = any(not problem.is_fence[then] for then in problem.after[at])
         if growth[at] <= 0 or problem.is_fence[at] or not is_needed_later:
@@ -306,26 +309,28 @@ ORDERINGS: dict[str, Callable[[Problem], Order]] = {
 }
 
 
-def best_ordering(problem: Problem) -> Order:
-    """The order with the smallest peak of the trace's own and those of `ORDERINGS`: quick, for prices of what-ifs."""
+def quick_order(problem: Problem) -> Order:
+    """An order that is nearly as good as `schedule`'s, for prices of what-ifs: a short search, and no move is taken back."""
     orders = [list(range(len(problem))), *(find(problem) for find in ORDERINGS.values())]
-    return min(orders, key=problem.peak_of)
+    peak, order = min(((problem.peak_of(order), order) for order in orders), key=lambda item: item[0])
+    found, _ = _search(problem, order, peak, problem.prices.start_bytes, QUICK_VISITS)
+    return order if found is None else found
 
 
 # ---------------------------------------------------------------- search
 
 
-def _search(problem: Problem, order: Order, peak: int, floor: int) -> tuple[Order | None, bool]:
+def _search(problem: Problem, order: Order, peak: int, floor: int, visits: int) -> tuple[Order | None, bool]:
     """A better order than ``order``, if one is found, and whether the best known is proven to be the best."""
     if len(problem) <= WHOLE_OPS:
-        found, is_exact = search_window(problem, order, 0, len(order), peak, floor)
+        found, is_exact = search_window(problem, order, 0, len(order), peak, floor, visits)
         if found is not None or is_exact:
             return found, is_exact
     best = None
     for _ in range(WINDOW_ROUNDS):
         at = problem.live_of(order).index(peak)
         first = max(0, min(at - WINDOW_OPS // 2, len(order) - WINDOW_OPS))
-        found, _ = search_window(problem, order, first, first + WINDOW_OPS, peak, floor)
+        found, _ = search_window(problem, order, first, first + WINDOW_OPS, peak, floor, visits // WINDOW_ROUNDS)
         if found is None:
             break
         best = order = found
@@ -334,7 +339,7 @@ def _search(problem: Problem, order: Order, peak: int, floor: int) -> tuple[Orde
 
 
 def search_window(
-    problem: Problem, order: Order, first: int, end: int, peak: int, floor: int
+    problem: Problem, order: Order, first: int, end: int, peak: int, floor: int, visits: int
 ) -> tuple[Order | None, bool]:
     """``order`` with ``order[first:end]`` in a better order.
 
@@ -345,13 +350,13 @@ def search_window(
         end: where it ends.
         peak: bytes that are to be beaten inside the window.
         floor: bytes below which nothing is won.
+        visits: how many times the search may look at an op.
 
     Returns:
         The order, None where no better one was found; and whether that is proven to be the best for the window.
     """
     window = _Window(problem, order[first:end], order[:first])
     best: Order | None = None
-    visits = SEARCH_VISITS
     for width in WIDTHS:
         found, visits, is_exact = window.search(width, visits, peak, floor)
         if found is not None:
@@ -463,7 +468,9 @@ class _Window:
 
     def _ready_after(self, ready: Sequence[int], op: int, done: int) -> list[int]:
         """The ops that may run once ``op``, one of ``ready``, has run."""
-        return [other for other in ready if other != op] + [then for then in self.after[op] if not self.needs[then] & ~done]
+        return [other for other in ready if other != op] + [
+            then for then in self.after[op] if not self.needs[then] & ~done
+        ]
 
     def _live_after(self, op: int, done: int, live: int) -> int:
         left = ~(done | 1 << op)

@@ -135,11 +135,15 @@ def _what_stays(prices: Prices, found: Schedule) -> Iterator[Decision]:
     peak_op = found.order[peak_at]
     spans = _spans(prices, found.order)
     waiting = [
-        id for id, (first, last) in spans.items() if first <= peak_at < last and id not in prices.uses[peak_op] and prices.sizes[id]
+        id
+        for id, (first, last) in spans.items()
+        if first <= peak_at < last
+        and id not in prices.uses[peak_op]
+        and not (prices.is_outside[id] and prices.is_kept[id])
     ]
     pinned = _pinned(prices)
     for id in sorted(waiting, key=lambda id: (-prices.sizes[id], id))[:EXPLAINED]:
-        first, last = spans[id]
+        first = spans[id][0]
         name = prices.aliases.storages[id].root
         maker = found.order[first] if first >= 0 else None
         users = [at for at, pos in enumerate(found.order) if id in prices.uses[pos] and at != first]
@@ -157,7 +161,11 @@ def _why_alive(
     prices: Prices, found: Schedule, maker: int | None, users: Sequence[int], peak_at: int, pinned: dict[int, str]
 ) -> str:
     later = next((found.order[at] for at in users if at > peak_at), None)
-    until = f"{prices.graph.ops[later].id} ({later}) takes it later" if later is not None else "it is returned or the caller's"
+    until = (
+        f"{prices.graph.ops[later].id} ({later}) takes it later"
+        if later is not None
+        else "it is returned or the caller's"
+    )
     if maker is None:
         return f"there before the first op, and {until}"
     if any(at < peak_at for at in users):

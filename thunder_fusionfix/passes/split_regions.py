@@ -31,8 +31,9 @@ from the region's inputs, or it takes an output of the earlier piece. Shared sub
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from thunder_fusionfix.apply import apply_to_graph
@@ -40,7 +41,7 @@ from thunder_fusionfix.effects import effect_of
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Graph, Op, Part, Plan, RegionEdit
 from thunder_fusionfix.normal_form import has_effect
-from thunder_fusionfix.schedule import Order, Problem, best_ordering, schedule
+from thunder_fusionfix.schedule import Order, Problem, quick_order, schedule
 from thunder_fusionfix.simulate import Prices
 
 NAME = "split_regions"
@@ -217,7 +218,7 @@ class _Together:
 
 @dataclass(frozen=True)
 class Cut:
-    """A trace with some regions cut, in the best order that the quick orderings give."""
+    """A trace with some regions cut, in an order that a quick search gives."""
 
     facts: Facts
     regions: Mapping[int, Region]
@@ -227,7 +228,8 @@ class Cut:
     @cached_property
     def edits(self) -> tuple[RegionEdit, ...]:
         return tuple(
-            RegionEdit(pos, self.regions[pos].parts(pieces, self.recompute)) for pos, pieces in sorted(self.pieces.items())
+            RegionEdit(pos, self.regions[pos].parts(pieces, self.recompute))
+            for pos, pieces in sorted(self.pieces.items())
         )
 
     @cached_property
@@ -246,7 +248,7 @@ class Cut:
     def order(self) -> Order:
         if not self.facts.config.reorder:
             return list(range(len(self.problem)))
-        return best_ordering(self.problem)
+        return quick_order(self.problem)
 
     @cached_property
     def peak(self) -> int:
@@ -396,8 +398,8 @@ def _decisions(start: Cut, best: Cut) -> Iterator[Decision]:
     for edit in best.edits:
         op = best.facts.graph.ops[edit.pos]
         pieces = " | ".join(_some(part.outputs) for part in edit.parts)
-        again = [item for part in edit.parts for item in part.body]
-        twice = sorted({item for item in again if again.count(item) > 1})
+        times = Counter(item for part in edit.parts for item in part.body)
+        twice = [item for item, count in times.items() if count > 1]
         repeated = f"; {len(twice)} cheap sub-ops are done more than once" if twice else ""
         yield Decision(
             pass_name=NAME,
