@@ -102,6 +102,7 @@ def instrument(profile: Profile) -> None:
     thunder.dynamo.compiler._splitter = profile.timed("splitter", thunder.dynamo.compiler._splitter)
     thunder.thunder_general_jit = profile.timed("tracing", thunder.thunder_general_jit)
     share._SharedRegion._find = profile.timed("keys", share._SharedRegion._find)
+    share.SharedCompiled._compiled_for = profile.timed("inductor", share.SharedCompiled._compiled_for)
     impl = sys.modules.get("thunder.executors.nvfuserex_impl")
     if impl is not None:
         impl.create_fd = profile.timed("definitions", impl.create_fd)

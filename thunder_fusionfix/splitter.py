@@ -11,7 +11,8 @@ Invariants:
   dtype, device, layout and need of a gradient, in equal places. A node that takes anything else is asked about each time.
 - A verdict lasts for one graph: what Thunder can run may change between two.
 
-Goes with `share_fusions`, by the same option.
+Goes with `share_fusions`, by the same option. (`share` is imported late: this module is imported on joining Thunder, which may
+happen while `share` is.)
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ import torch
 from thunder_fusionfix._thunder import FakeTensor, splitter
 from thunder_fusionfix.config import PREFIX
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.share import OPTION, Same, constant_text, wanted
 
 _PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, FakeTensor)
 
@@ -37,6 +37,8 @@ def node_key(node: torch.fx.Node) -> Hashable:
     Raises:
         UnsupportedTraceError: the node takes something that we cannot compare.
     """
+    from thunder_fusionfix.share import Same, constant_text
+
     inputs: dict[torch.fx.Node, int] = {}
 
     def spelled(value: Any) -> str:
@@ -62,6 +64,13 @@ def _tensor_key(node: torch.fx.Node) -> Hashable:
     return type(example), tuple(example.shape), example.dtype, example.device, example.layout, example.requires_grad
 
 
+def _is_wanted(options: dict[str, Any]) -> bool:
+    from thunder_fusionfix.share import OPTION, wanted
+
+    asked, transforms, executors = (options.get(name) for name in (PREFIX + OPTION, "transforms", "executors"))
+    return wanted(asked, transforms or (), executors or ())
+
+
 def install() -> None:
     """Puts the memory before ThunderFX's question; where it is there already, nothing changes."""
     if not hasattr(splitter.is_node_supported_by_thunder, "_asks_once"):
@@ -73,15 +82,11 @@ def _asking_once(ask: Callable) -> Callable:
 
     @functools.wraps(ask)
     def is_node_supported_by_thunder(node: torch.fx.Node, thunder_options: dict[str, Any]) -> tuple[bool, Any]:
-        if not wanted(
-            thunder_options.get(PREFIX + OPTION),
-            thunder_options.get("transforms") or (),
-            thunder_options.get("executors") or (),
-        ):
-            return ask(node, thunder_options)
         try:
-            key = node_key(node)
+            key = node_key(node) if _is_wanted(thunder_options) else None
         except UnsupportedTraceError:
+            key = None
+        if key is None:
             return ask(node, thunder_options)
         known = supported.setdefault(node.graph, set())
         if key in known:
