@@ -392,6 +392,7 @@ from thunder.core.compile_data import get_compile_data as get_compile_data
 from thunder.core.compile_data import get_compile_option as get_compile_option
 from thunder.core.prims import PrimIDs as PrimIDs
 from thunder.core.proxies import CollectionProxy as CollectionProxy
+from thunder.core.proxies import FutureTensorProxy as FutureTensorProxy
 from thunder.core.proxies import NumberProxy as NumberProxy
 from thunder.core.proxies import Proxy as Proxy
 from thunder.core.proxies import TensorProxy as TensorProxy
@@ -430,6 +431,19 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 def nvfuser_impl() -> Any | None:
     """The module of Thunder's nvFuser executor; None where Thunder has not loaded it: no GPU, no nvFuser."""
     return sys.modules.get(_NVFUSER_IMPL)
+
+
+def make_executable(definition: Any) -> None:
+    """Does what the first ``execute`` of an nvFuser definition would do, in steps between which another thread could come.
+
+    A definition that is empty, or already executable, stays as it is.
+    """
+    if hasattr(definition, "fec") or not getattr(definition, "validate_definition", lambda: (False,))()[0]:
+        return
+    from nvfuser_direct import FusionExecutorCache
+
+    definition.fec = FusionExecutorCache(definition._fusion)
+    del definition._fusion  # the cache has taken it over
 
 
 # ---------------------------------------------------------------- what executor.py needs

@@ -53,6 +53,7 @@ from thunder_fusionfix._thunder import (
     get_compile_data,
     get_compile_option,
     get_compile_stats,
+    make_executable,
     nvfuser_impl,
     torch_compile,
     untested_versions,
@@ -237,17 +238,8 @@ class SharedDefinitions:
         """The definition for inputs with these descriptors, ready to be executed from any thread."""
         with self._lock:
             definition = self._define(descriptors)
-            _make_executable(definition)
+            make_executable(definition)
             return definition
-
-
-def _make_executable(definition: Any) -> None:
-    # What its first `execute` would do, in steps between which another thread could come.
-    if not hasattr(definition, "fec") and getattr(definition, "validate_definition", lambda: (False,))()[0]:
-        from nvfuser_direct import FusionExecutorCache
-
-        definition.fec = FusionExecutorCache(definition._fusion)
-        del definition._fusion
 
 
 # Dynamo compiles a code object anew at most 8 times (``torch._dynamo.config.recompile_limit``), then raises for a full graph.
