@@ -35,6 +35,7 @@ _PUBLIC = {
     "Graph": "model",
     "Report": "model",
     "Timeline": "model",
+    "diff_traces": "sources",
     "load_model": "models",
 }
 

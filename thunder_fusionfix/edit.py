@@ -14,7 +14,6 @@ from typing import Any
 
 from thunder_fusionfix._thunder import (
     BoundSymbol,
-    PrimIDs,
     Proxy,
     TensorProxy,
     TraceCtx,
@@ -30,8 +29,7 @@ from thunder_fusionfix._thunder import (
 )
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.model import CLEAR, DEL, Arg, Const, Graph, NewOp, Part, Plan, Ref
-
-_SKIPPED = (PrimIDs.COMMENT, PrimIDs.UNPACK_TRIVIAL)  # what `read` gives no position
+from thunder_fusionfix.read import positioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +63,9 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str) -> Tr
     for item in plan.placed:
         placed.setdefault(item.pos, []).append(item.op)
 
-    bsyms = [bsym for bsym in trace.bound_symbols if bsym.sym.id not in _SKIPPED]
-    result: list[BoundSymbol] = [bsym for bsym in trace.bound_symbols if bsym.sym.id in _SKIPPED]
+    bsyms = positioned(trace)
+    known = set(map(id, bsyms))
+    result: list[BoundSymbol] = [bsym for bsym in trace.bound_symbols if id(bsym) not in known]
     positions: Iterable[int] = range(len(graph.ops)) if plan.order is None else plan.order
     for pos in positions:
         for op in placed.get(pos, ()):

@@ -17,6 +17,7 @@ from thunder_fusionfix._thunder import (
     BoundSymbolTag,
     CollectionProxy,
     ContextObject,
+    FutureTensorProxy,
     NumberProxy,
     PrimIDs,
     Proxy,
@@ -32,7 +33,6 @@ from thunder_fusionfix._thunder import (
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Arg, Const, Graph, Op, Ref, Struct, Value
 
-_SKIPPED = (PrimIDs.COMMENT, PrimIDs.UNPACK_TRIVIAL)
 _STATEMENTS = {
     PrimIDs.RETURN: RETURN,
     PrimIDs.DEL: DEL,
@@ -59,12 +59,26 @@ def read(trace: TraceCtx, *, strides: Mapping[str, tuple[int, ...]] | None = Non
             values[proxy.name] = _value(proxy, strides.get(proxy.name))
 
     with tracectx(trace):
-        ops = tuple(_op(bsym, note) for bsym in trace.bound_symbols if bsym.sym.id not in _SKIPPED)
+        ops = tuple(_op(bsym, note) for bsym in positioned(trace))
     args = _signature(trace, note)
     stage = _stage(trace)
     owned = frozenset(held) | (frozenset(args) if stage != "backward" else frozenset())
     siginfo = trace.siginfo() if trace._siginfo is not None or trace.fn is not None else None
     return Graph(siginfo.name if siginfo is not None else "computation", stage, args, ops, values, held=owned)
+
+
+def positioned(trace: TraceCtx) -> list[BoundSymbol]:
+    """The bound symbols of ``trace`` that are ops of its Graph, by position.
+
+    Left out is what prints as comments alone: comments, the signature, and the unpacking of an empty collection.
+    """
+    return [bsym for bsym in trace.bound_symbols if not _prints_nothing(bsym)]
+
+
+def _prints_nothing(bsym: BoundSymbol) -> bool:
+    if bsym.sym.id in (PrimIDs.COMMENT, PrimIDs.UNPACK_TRIVIAL):
+        return True
+    return bsym.sym.id is PrimIDs.UNPACK_SEQUENCE and not bsym.flat_proxy_outs
 
 
 def example_strides() -> dict[str, tuple[int, ...]]:
@@ -119,13 +133,22 @@ def _op(bsym: BoundSymbol, note: Any) -> Op:
     op_id = _STATEMENTS.get(bsym.sym.id) or _callee(bsym)
     return Op(
         id=op_id,
-        args=tuple(_arg(arg) for arg in bsym._arg_printables),
-        output=None if op_id in (RETURN, DEL, CLEAR) else _arg(bsym.output),
+        args=tuple(_arg(arg) for arg in bsym._arg_printables[: 1 if op_id == UNPACK else None]),  # not its length
+        output=None if op_id in (RETURN, DEL, CLEAR) else _names_only(_arg(bsym.output)),
         kwargs=tuple((name, _arg(arg)) for name, arg in bsym._kwarg_printables.items()),
         subops=tuple(_op(subsymbol, note) for subsymbol in bsym.subsymbols),
         tags=_tags(bsym),
         is_fusion=bool(bsym.sym.is_fusion),
     )
+
+
+def _names_only(output: Arg) -> Arg:
+    """An output without its literals, which a trace prints as ``_``."""
+    if isinstance(output, tuple):
+        return tuple(_names_only(item) for item in output)
+    if isinstance(output, Struct):
+        return Struct(tuple((name, _names_only(item)) for name, item in output.items))
+    return output if isinstance(output, Ref) else None
 
 
 def _callee(bsym: BoundSymbol) -> str:
@@ -166,7 +189,7 @@ def _arg(printable: Any) -> Arg:
 
 
 def _value(proxy: Proxy, strides: tuple[int, ...] | None) -> Value:
-    if isinstance(proxy, TensorProxy):
+    if isinstance(proxy, (TensorProxy, FutureTensorProxy)):
         shape = tuple(proxy.shape)
         if not all(isinstance(size, int) for size in shape):
             raise UnsupportedTraceError("symbolic values, sizes that only a run can tell")
