@@ -10,6 +10,8 @@ Variants: `plain` (sharing off), `shared` (by the compile option alone), `fusion
 and `plain+db` and `shared+db`, which add nvFuser's option "kernel_db": compiled kernels are kept in the folder
 nvfuser_kernel_db of the system's temporary directory; give such a variant twice to see a cold and a warm first step.
 
+nvFuser compiles the segments of one fusion in 8 threads; NVFUSER_NUM_THREADS=16 in the environment tries another number.
+
 What the columns of the profile mean, in seconds of wall time of the first step (forward and backward, synchronized):
 
 - dynamo      torch.compile's graph capture, without the backend

@@ -242,7 +242,8 @@ class SharedDefinitions:
             return definition
 
 
-# Dynamo compiles a code object anew at most 8 times (``torch._dynamo.config.recompile_limit``), then raises for a full graph.
+# Functions for one region; models seen so far take one or two. Past the bound one function takes every further layout, and
+# Dynamo's own (8 compiles of one code object, then an error where a full graph is asked for) is as far as without sharing.
 MAX_LAYOUTS = 64
 
 
@@ -265,7 +266,6 @@ class SharedCompiled:
 
     def _compiled_for(self, args: Sequence[Any]) -> Callable:
         with self._lock:
-            # Past the bound one function takes every further layout, as it would without sharing.
             layout = layout_of(args) if len(self._compiled) < MAX_LAYOUTS else None
             if layout not in self._compiled:
                 self._compiled[layout] = self._build()
