@@ -275,7 +275,7 @@ def run_apart(args: argparse.Namespace, variant: str, layers: int, seconds: floa
     with tempfile.TemporaryDirectory() as cache:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": path}
-        # A session of its own: Inductor's workers end with it.
+        # A process group of its own: Inductor's workers end with it.
         child = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
