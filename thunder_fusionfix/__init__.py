@@ -39,9 +39,9 @@ _PUBLIC = {
     "load_model": "models",
 }
 
-# module -> what is imported right after it: mending Thunder first, then registering the plugin and the executor with it.
-# The latter two must not import other modules of ours that import `_thunder`: one of those may be what imports it now.
-_FOLLOWERS = {"thunder": ("_thunder",), f"{__name__}._thunder": ("plugin", "executor")}
+# module -> what is imported right after it: mending Thunder first, then registering the plugin and the executor with it, and
+# the hooks by which equal fusions are compiled once and equal nodes are asked about once. The latter must not import other modules of ours that import `_thunder`: one of those may be what imports it now.
+_FOLLOWERS = {"thunder": ("_thunder",), f"{__name__}._thunder": ("plugin", "executor", "share", "splitter")}
 
 __all__ = ["__version__", *_PUBLIC]  # noqa: PLE0604 -- the keys are strings
 
