@@ -17,7 +17,7 @@ LOSS = ["causal-lm-loss", "--seq", "16"]
 SIZES = {"--layers", "--hidden-size", "--seq", "--batch", "--fusion-type", "--executors", "--dynamo"}
 OPTIONS = {
     "capture": SIZES | {"--out", "--picture", "--json"},
-    "explain": SIZES | {"--trace", "--picture", "--html", "--json", "--markdown"},
+    "explain": SIZES | {"--step", "--device", "--optimizer", "--trace", "--picture", "--html", "--json", "--markdown"},
     "fix": SIZES | {"--trace", "--out", "--picture", "--json", "--markdown"},
     "diff": {"--trace", "--html", "--json", "--markdown"},
     "check": {"--trace", "--allow", "--json", "--markdown"},
@@ -58,6 +58,23 @@ def test_help_needs_no_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert all(name in done.stdout for name in OPTIONS)
+
+
+def test_help_names_every_model():
+    """The names in the help are the models that there are."""
+    from thunder_fusionfix.cli import MODEL_NAMES
+    from thunder_fusionfix.models import MODELS
+
+    assert list(MODELS) == MODEL_NAMES
+
+
+def test_explain_step_says_whether_it_fits(capsys):
+    """`--step` prices a whole training step against a GPU."""
+    assert main(["explain", *LOSS, "--step", "--device", "a100-40gb"]) == 0
+    out = capsys.readouterr().out
+    assert "a step needs" in out
+    assert "a100-40gb" in out
+    assert "fits" in out
 
 
 def test_version_is_printed(capsys):
@@ -185,6 +202,9 @@ def test_doctor_fails_where_a_version_was_not_tested(monkeypatch, capsys):
         (["capture", *LOSS, "--out", "none/loss.json"], "none/loss.json: there is no directory none; make it first"),
         (["fix", *LOSS, "--picture", "step.bmp"], "step.bmp: end the file's name in .png or .svg or .pdf"),
         (["fix", *LOSS, "--trace", "1"], "--trace is for files with several traces"),
+        (["explain", "trace.txt", "--step"], "--step is for models; trace.txt is a trace"),
+        (["explain", *LOSS, "--device", "h100-80gb"], "--device and --optimizer go with --step"),
+        (["explain", *LOSS, "--step", "--device", "abacus"], "--device 'abacus': one of"),
         (["capture"], "MODEL"),
         (["fry", "x"], "fry"),
         (["capture", *LOSS, "--wide"], "--wide"),

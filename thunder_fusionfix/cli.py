@@ -54,14 +54,21 @@ app = typer.Typer(
     help="Finds and fixes layout ops that cost memory in Lightning Thunder's fusions, and shows what it did.",
 )
 
+# The keys of `models.MODELS`, which takes torch to import.
+MODEL_NAMES = [
+    *("qwen2.5-7b", "qwen2.5-0.5b", "llama-3.2-1b", "llama-3-8b", "mixtral-small", "gpt2", "gpt-neox", "vit"),
+    *("causal-lm-loss", "causal-lm-loss-shifted-labels"),
+]
+_MODELS = f"file.py:function, or one of {', '.join(MODEL_NAMES)}"
+
 Target = Annotated[
     str,
     typer.Argument(
         metavar="TRACE|MODEL",
-        help="A file with a saved or printed trace, - for standard input, a model's name, or file.py:function.",
+        help=f"A file with a saved or printed trace, - for standard input, or a model: {_MODELS}.",
     ),
 ]
-ModelName = Annotated[str, typer.Argument(metavar="MODEL", help="A model's name, or file.py:function.")]
+ModelName = Annotated[str, typer.Argument(metavar="MODEL", help=f"{_MODELS}.")]
 Layers = Annotated[int | None, typer.Option("--layers", help="Layers of a named model.")]
 HiddenSize = Annotated[int | None, typer.Option("--hidden-size", help="Hidden size of a named model.")]
 Seq = Annotated[int | None, typer.Option("--seq", help="Tokens a sequence; for vision models patches.")]
@@ -77,6 +84,11 @@ Dynamo = Annotated[
     typer.Option(
         "--dynamo/--no-dynamo", help="Through torch.compile as ThunderFX, or thunder.jit; by default for modules."
     ),
+]
+Step = Annotated[bool, typer.Option("--step", help="What a whole training step needs, and whether it fits --device.")]
+Device = Annotated[str | None, typer.Option("--device", help="With --step: the GPU, h100-80gb by default.")]
+Optimizer = Annotated[
+    str | None, typer.Option("--optimizer", help="With --step: what follows the backward, none by default.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", help="File for the traces, ending in .json; a .txt goes beside it.")]
 Picture = Annotated[Path | None, typer.Option("--picture", help="Draw the memory timeline: FILE.png, .svg or .pdf.")]
@@ -133,6 +145,9 @@ def explain_verb(
     fusion_type: FusionType = None,
     executors: Executors = None,
     dynamo: Dynamo = None,
+    step: Step = False,
+    device: Device = None,
+    optimizer: Optimizer = None,
     trace: Which = None,
     picture: Picture = None,
     html: Html = None,
@@ -144,6 +159,11 @@ def explain_verb(
 
     wanted = Wanted(target, layers, hidden_size, seq, batch, fusion_type, executors, dynamo)
     check_picture(picture)
+    if step:
+        print(explain_step(wanted, device, optimizer))
+        return
+    if device is not None or optimizer is not None:
+        raise UsageError("--device and --optimizer go with --step: add it")
     explanations, notes = explanations_of(wanted, trace)
     program = _programs(explanations)
     blocks = [block for one in explanations for block in explanation_blocks(one)]
@@ -276,6 +296,23 @@ class Wanted:
                 transforms=transforms,
                 progress=tell,
             )
+
+
+def explain_step(wanted: Wanted, device: str | None, optimizer: str | None) -> str:
+    """What a training step of a model needs, phase by phase.
+
+    Raises:
+        UsageError: the target is a trace, or a name is wrong.
+    """
+    if wanted.is_trace:
+        raise UsageError(f"--step is for models; {wanted.target} is a trace: leave it out")
+    from thunder_fusionfix import predict
+    from thunder_fusionfix.devices import DEFAULT
+    from thunder_fusionfix.results import Spec
+
+    spec = Spec(wanted.target, wanted.layers, wanted.hidden_size, wanted.seq, wanted.batch, optimizer or "none")
+    with progress() as tell:
+        return predict.explain_step(spec, device=device or DEFAULT, progress=tell)
 
 
 def explanations_of(wanted: Wanted, trace: str | None) -> tuple[list[Explanation], Sequence[str]]:

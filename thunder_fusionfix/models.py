@@ -155,8 +155,8 @@ def _made_on(device: str, dtype: torch.dtype = DTYPE) -> Iterator[None]:
 def _transformers() -> Any:
     try:
         import transformers
-    except ImportError:
-        raise UsageError("this model needs transformers: pip install 'thunder-fusionfix[hf]'") from None
+    except ImportError as error:
+        raise UsageError(f"this model needs transformers: pip install 'thunder-fusionfix[hf]' ({error})") from error
     return transformers
 
 
