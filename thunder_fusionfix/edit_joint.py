@@ -100,7 +100,8 @@ def apply_joint_plan(trace: TraceCtx, plan: JointPlan, after: Callable[[Any, Any
             if isinstance(insert.what, Anchor):
                 result.append(editor.anchor(insert.what))
             elif isinstance(insert.what, Clone):
-                result.append(editor.clone(insert.what, bsyms))
+                made = editor.clone(insert.what, bsyms)
+                result += editor.claimed(made) if insert.what.is_claimed else [made]
             else:
                 result += kept(insert.what.pos)
         if pos not in moved:
@@ -180,18 +181,19 @@ class _Editor:
         return fused.from_bsym(header=bsym.header, source_filename=bsym.source_filename, tags=set(bsym.tags))
 
     def claimed(self, bsym: BoundSymbol) -> list[BoundSymbol]:
-        """``bsym`` as an executor of last resort runs it, without sub-symbols, which a fusion would look through."""
+        """The prims of ``bsym`` as executors of last resort run them, without sub-symbols, which a fusion would look through."""
+        if bsym.subsymbols:
+            return [claimed for sub in bsym.subsymbols for claimed in self.claimed(sub.from_bsym(tags=set(bsym.tags)))]
         for executor in get_always_executors():
-            if not executor.can_execute(bsym):
-                continue
-            symbol = executor.get_execution_transform(bsym) or executor.implmap[bsym.sym.id].symbol
-            made = self.recorded(symbol, bsym.args, bsym.kwargs)
-            if len(made) != 1 or not isinstance(made[0].output, Proxy):
-                break
-            swap = {variableify(made[0].output): bsym.output}
-            bound = made[0].from_bsym_swap_proxies(swap)
-            return [bound.from_bsym(subsymbols=(), header=bsym.header, tags=set(bsym.tags))]
-        raise UnsupportedTraceError(f"no executor of last resort runs {bsym.sym.name} as one op")
+            if executor.can_execute(bsym):
+                symbol = executor.get_execution_transform(bsym) or executor.implmap[bsym.sym.id].symbol
+                made = self.recorded(symbol, bsym.args, bsym.kwargs)
+                swap = {variableify(made[-1].output): bsym.output} if made else {}
+                return [
+                    one.from_bsym_swap_proxies(swap).from_bsym(subsymbols=(), header=bsym.header, tags=set(bsym.tags))
+                    for one in made
+                ]
+        raise UnsupportedTraceError(f"no executor of last resort runs {bsym.sym.name}")
 
     def recorded(
         self, symbol: Callable[..., Any], args: Iterable[Any], kwargs: Mapping[str, Any] | None = None

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Union
 
 from thunder_fusionfix.alias import Aliases, aliases
 from thunder_fusionfix.effects import Effect, Kind, effect_of, short_name
@@ -206,6 +205,7 @@ class Clone:
 
     site: Site
     names: tuple[tuple[str, str], ...]
+    is_claimed: bool = False  # bound for torch, so that no fusion takes it
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +220,7 @@ class Insert:
     """Something placed right before the op at ``before``; several keep their order."""
 
     before: int
-    what: Union[Anchor, Clone, Moved]
+    what: Anchor | Clone | Moved
 
 
 @dataclass(frozen=True, slots=True)

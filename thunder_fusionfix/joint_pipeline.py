@@ -17,10 +17,9 @@ from typing import Any
 from thunder_fusionfix._thunder import FusionExecutor, TraceCtx, untested_versions, warn_untested_versions
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.edit_joint import apply_joint_plan, copied, fusible_sites
-from thunder_fusionfix.effects import short_name
 from thunder_fusionfix.errors import FusionFixError, VerifyError
-from thunder_fusionfix.joint import Clone, JointFacts, JointPlan, JointReport, op_at, split
-from thunder_fusionfix.model import Decision, Graph
+from thunder_fusionfix.joint import JointFacts, JointPlan, JointReport, split
+from thunder_fusionfix.model import Graph
 from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
 from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
 from thunder_fusionfix.passes.recompute_cheap import plan_recompute_cheap
@@ -75,7 +74,7 @@ def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, Joint
     if not plan.is_empty:
         applied = sum(decision.applied for decision in plan.decisions)
         new_trace = apply_joint_plan(trace, plan, entry.after, f"thunder_fusionfix entry ({applied} rewrites)")
-        kept_input = _why_not(facts, plan, read(new_trace), entry.config)
+        kept_input = _why_not(facts, read(new_trace), entry.config)
     decisions = plan.decisions
     if kept_input is not None:
         new_trace = trace
@@ -116,14 +115,15 @@ def _plan(facts: JointFacts, entry: Entry) -> JointPlan:
     return plan
 
 
-def _why_not(facts: JointFacts, plan: JointPlan, new: Graph, config: FusionFixConfig) -> str | None:
+def _why_not(facts: JointFacts, new: Graph, config: FusionFixConfig) -> str | None:
     """Why the new trace is not kept: a broken rule, or tensors that would be saved in addition."""
     try:
         if config.verify:
-            verify(facts.joint, new, _allowed(facts, plan, new))
-        missing = set(split(new).saved) - facts.before.available - set(new.values).difference(facts.joint.values)
-        if missing:
-            raise VerifyError(f"joint trace: {', '.join(sorted(missing))} would be saved, which ran backward before")
+            verify(facts.joint, new, _allowed(facts.joint, new))
+        late = {name for pos in facts.before.backward for name in facts.joint.ops[pos].outputs}
+        early = sorted(late.intersection(split(new).available))
+        if early:
+            raise VerifyError(f"joint trace: {', '.join(early)} ran backward before and would run forward")
     except Exception as error:
         if config.strict:
             raise
@@ -132,16 +132,10 @@ def _why_not(facts: JointFacts, plan: JointPlan, new: Graph, config: FusionFixCo
     return None
 
 
-def _allowed(facts: JointFacts, plan: JointPlan, new: Graph) -> Allow:
-    """What the plan admits to have changed."""
-    clones = frozenset(name for name in new.values if name not in facts.joint.values)
-    claimed = tuple(
-        (facts.joint.ops[pos].id, op.id)
-        for pos in plan.claims
-        for op in new.ops
-        if op.outputs == facts.joint.ops[pos].outputs
-    )
-    return Allow(may_reorder=True, may_rewrite_regions=True, may_clone=clones, may_replace=claimed)
+def _allowed(before: Graph, after: Graph) -> Allow:
+    """What a joint plan may change: where ops stand, who runs layouts, and cheap ops done twice, under names of their own."""
+    clones = frozenset(name for name in after.values if name not in before.values)
+    return Allow(may_reorder=True, may_rewrite_regions=True, may_clone=clones)
 
 
 def _nothing(stage: str, started: float, why: str | None) -> JointReport:

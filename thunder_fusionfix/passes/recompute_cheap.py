@@ -30,11 +30,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from thunder_fusionfix.alias import Sharing
 from thunder_fusionfix.config import FusionFixConfig
-from thunder_fusionfix.effects import Kind
+from thunder_fusionfix.effects import Kind, short_name
 from thunder_fusionfix.joint import (
-    BACKWARD,
     FIXED,
     GET_GRAD,
     RECOMPUTED,
@@ -47,11 +45,12 @@ from thunder_fusionfix.joint import (
     Site,
     effects_of,
     is_layout_chain,
+    joint_result,
     op_at,
+    sites,
 )
-from thunder_fusionfix.effects import short_name
 from thunder_fusionfix.mincut import INFINITE, min_cut
-from thunder_fusionfix.model import RETURN, Decision, Op
+from thunder_fusionfix.model import Arg, Decision, Op, Ref, Struct, refs
 
 NAME = "recompute_cheap"
 
@@ -104,7 +103,11 @@ def plan_recompute_cheap(facts: JointFacts, config: FusionFixConfig, fuel: int |
 
 @dataclass
 class _Search:
-    """Finds the tensors that need not be saved."""
+    """Finds the tensors that need not be saved.
+
+    Values that the same cheap op makes of the same inputs are one value here, named after the first of them: a later fusion
+    pass merges them, so what it saves may be any of them.
+    """
 
     facts: JointFacts
     min_bytes: int
@@ -122,7 +125,7 @@ class _Search:
 
     def pays(self, rebuild: Rebuild) -> bool:
         """Whether ``rebuild`` frees enough for what it costs; notes why not."""
-        if not rebuild.uses:
+        if not rebuild.uses or not any(self.is_tensor(source) for source in rebuild.sources):
             self.kept[rebuild.name] = "no place in the backward where it could be made again"
         elif len(rebuild.chain) > MAX_CHAIN:
             self.kept[rebuild.name] = f"takes {len(rebuild.chain)} ops to make again"
@@ -151,36 +154,91 @@ class _Search:
         cut = min_cut(prices, made_from, wanted)
         if cut is None:
             return []
-        dropped = [name for name in wanted if name not in cut]
-        return [self.rebuild(name, cut) for name in dropped]
+        return [self.rebuild(name, cut) for name in wanted if name not in cut]
 
     # ------------------------------------------------ facts about values
 
     @cached_property
+    def same(self) -> Mapping[str, str]:
+        """The first of the values that are equal to each, where it is not the value itself."""
+        first: dict[str, str] = {}
+        known: dict[str, tuple[str, ...]] = {}
+        for site, op in sites(self.facts.joint):
+            if site.pos not in self.forward or not _is_cheap(op) or any(name in first for name in op.outputs):
+                continue
+            names = tuple(first.get(name, name) for name in op.inputs)
+            before = known.setdefault(_spelling(op, names), op.outputs)
+            first.update((name, other) for name, other in zip(op.outputs, before) if name != other)
+        return first
+
+    def rep(self, name: str) -> str:
+        return self.same.get(name, name)
+
+    @cached_property
+    def equals(self) -> Mapping[str, tuple[str, ...]]:
+        """For each first value that has equals, all of them."""
+        found: dict[str, list[str]] = {}
+        for name, first in self.same.items():
+            found.setdefault(first, [first]).append(name)
+        return {first: tuple(names) for first, names in found.items()}
+
+    def members(self, name: str) -> tuple[str, ...]:
+        return self.equals.get(name, (name,))
+
+    @cached_property
     def candidates(self) -> tuple[str, ...]:
         """Saved tensors that the backward takes as they are and that cheap ops could make again."""
-        taken = set(self.facts.before.saved)
+        taken = {self.rep(name) for name in self.facts.before.saved}
+        returned = set(refs(joint_result(self.facts.joint)["output"]))
         return tuple(
             name
-            for name in self.facts.after.saved
-            if name in taken and self.own_bytes(name) >= max(1, self.min_bytes) and self.can_repeat(name)
+            for name in dict.fromkeys(self.rep(name) for name in self.facts.after.saved)
+            if name in taken
+            and self.can_repeat(name)
+            and self.own_bytes(name) >= max(1, self.min_bytes)
+            and returned.isdisjoint(self.members(name))
+            and not self.rebuilds_others(name)
         )
 
     @cached_property
-    def saved(self) -> frozenset[str]:
-        return frozenset(self.facts.after.saved)
+    def saved(self) -> Mapping[str, str]:
+        """The first of its equals to the value that is saved."""
+        return {self.rep(name): name for name in reversed(self.facts.after.saved)}
 
     @cached_property
     def forward(self) -> frozenset[int]:
         return frozenset(self.facts.before.forward)
 
+    def is_tensor(self, name: str) -> bool:
+        return self.facts.joint.values[name].kind == "tensor"
+
+    def rebuilds_others(self, name: str) -> bool:
+        """True where a later executor's backward makes other forward values again from ``name``: it would save it all the same."""
+        given = set(self.facts.producer)
+        for member in self.members(name):
+            for pos in self.facts.fused.consumers.get(member, ()):
+                op = self.facts.fused.ops[pos]
+                if pos not in self.fused_backward or not op.is_fusion:
+                    continue
+                for inner in op.subops:
+                    if member in inner.inputs and any(
+                        other in given and self.facts.producer[other].pos in self.forward for other in inner.outputs
+                    ):
+                        return True
+        return False
+
+    @cached_property
+    def fused_backward(self) -> frozenset[int]:
+        return frozenset(self.facts.after.backward)
+
     def own_bytes(self, name: str) -> int:
-        """Bytes that saving ``name`` costs: none where other saved values have its memory, or may have it."""
-        shared = self.facts.fused_aliases
+        """Bytes that saving ``name`` costs: none where other saved values have its memory."""
+        shared, name = self.facts.fused_aliases, self.saved.get(name, name)
         if name not in shared.storage_of:
             return 0
         storage = shared.storages[shared.storage_of[name]]
-        if storage.is_outside or any(other != name and other in self.saved for other in storage.names):
+        saved = self.facts.after.saved
+        if storage.is_outside or any(other != name and other in saved for other in storage.names):
             return 0
         return storage.nbytes or 0
 
@@ -194,9 +252,7 @@ class _Search:
         site = self.facts.producer[name]
         if site.pos not in self.forward or RECOMPUTED in op_at(self.facts.joint, site).tags or self.is_written(name):
             return INFINITE
-        storage = self.facts.aliases.storage_of.get(name)
-        nbytes = self.facts.aliases.storages[storage].nbytes if storage is not None else value.nbytes
-        return INFINITE if nbytes is None else int(nbytes * NEW_SAVE) + 1
+        return INFINITE if value.nbytes is None else int(self.bytes_of(name) * NEW_SAVE) + 1
 
     def is_written(self, name: str) -> bool:
         """True where the trace may write to the memory of ``name``."""
@@ -209,30 +265,18 @@ class _Search:
         if site is None or site.pos not in self.forward:
             return False
         op = op_at(self.facts.joint, site)
-        if op.tags & FIXED or not op.inputs or op.is_fusion:
-            return False
-        if not all(effect.is_pure and effect.cheap for effect in effects_of(op)):
+        if not _is_cheap(op) or not (op.inputs or site in self.facts.fusible):
             return False
         return not any(self.is_written(other) for other in (*op.inputs, *op.outputs))
 
     def inputs_of(self, name: str) -> tuple[str, ...]:
-        return op_at(self.facts.joint, self.facts.producer[name]).inputs
+        return tuple(self.rep(other) for other in op_at(self.facts.joint, self.facts.producer[name]).inputs)
 
     # ------------------------------------------------ one rebuild
 
     def rebuild(self, name: str, cut: frozenset[str]) -> Rebuild:
         chain: dict[Site, None] = {}
         sources: dict[str, None] = {}
-        self.walk(name, cut, chain, sources)
-        order = tuple(sorted(chain))
-        uses = tuple(self.uses(name, order))
-        freed = self.own_bytes(name) - sum(
-            self.price(source) for source in sources if source not in self.saved and source in cut
-        )
-        return Rebuild(name, order, tuple(sources), uses, freed, self.traffic(name, order, tuple(sources), uses))
-
-    def walk(self, name: str, cut: frozenset[str], chain: dict[Site, None], sources: dict[str, None]) -> None:
-        """Collects the ops that make ``name`` from ``cut``, and the values of ``cut`` that they take."""
         stack = [name]
         while stack:
             current = stack.pop()
@@ -242,7 +286,11 @@ class _Search:
             site = self.facts.producer[current]
             if site not in chain:
                 chain[site] = None
-                stack += op_at(self.facts.joint, site).inputs
+                stack += self.inputs_of(current)
+        order, starts = tuple(sorted(chain)), tuple(sources)
+        uses = tuple(self.uses(name, order))
+        freed = self.own_bytes(name) - sum(self.price(source) for source in starts if source not in self.saved)
+        return Rebuild(name, order, starts, uses, freed, self.traffic(name, order, starts, uses))
 
     def traffic(self, name: str, chain: Sequence[Site], sources: Sequence[str], uses: Sequence[Uses]) -> int:
         """Bytes that all rebuilds of ``name`` move, more than reading it would."""
@@ -257,11 +305,13 @@ class _Search:
                 moved += sum(self.bytes_of(other) for other in (*op.inputs, *op.outputs))
         return moved * len(uses)
 
+    def is_layout_only(self, chain: Sequence[Site]) -> bool:
+        return all(is_layout_chain(op_at(self.facts.joint, site)) for site in chain)
+
     def is_written_out(self, use: Uses) -> bool:
         """True where a consumer is no part of a fusion, so that the tensor must exist."""
-        return not all(self.facts.is_fusible(pos) for pos in use.consumers) or any(
-            is_layout_chain(self.facts.joint.ops[pos]) for pos in use.consumers
-        )
+        ops = self.facts.joint.ops
+        return any(not self.facts.is_fusible(pos) or is_layout_chain(ops[pos]) for pos in use.consumers)
 
     def bytes_of(self, name: str) -> int:
         """Bytes that reading or writing ``name`` moves: what its storage takes, where it is known to repeat elements."""
@@ -274,9 +324,10 @@ class _Search:
     # ------------------------------------------------ where it is used
 
     def uses(self, name: str, chain: Sequence[Site]) -> Iterator[Uses]:
-        """The backward ops that take ``name``, in groups that share one rebuild."""
-        firsts = sorted((self.first_use(pos), pos) for pos in self.facts.joint.consumers[name] if pos in self.backward)
-        span = 0 if all(is_layout_chain(op_at(self.facts.joint, site)) for site in chain) else SPAN
+        """The backward ops that take ``name`` or its equals, in groups that share one rebuild."""
+        consumers = {pos for member in self.members(name) for pos in self.facts.joint.consumers.get(member, ())}
+        firsts = sorted((self.first_use(pos), pos) for pos in consumers if pos in self.backward)
+        span = 0 if self.is_layout_only(chain) else SPAN
         group: list[int] = []
         start = -1
         for first, pos in firsts:
@@ -310,7 +361,7 @@ class _Search:
 
     @cached_property
     def early(self) -> frozenset[int]:
-        """Backward ops that need no gradient: cheap ops on forward values, which may run next to their consumers as well."""
+        """Backward ops that need no gradient: pure ops on forward values, which may run next to their consumers as well."""
         found: set[int] = set()
         made: set[str] = set()
         for pos, op in enumerate(self.facts.joint.ops):
@@ -318,10 +369,10 @@ class _Search:
                 continue
             if not all(effect.is_pure and (effect.cheap or self.facts.is_fusible(pos)) for effect in effects_of(op)):
                 continue
-            if all(name in self.facts.before.available or name in made for name in op.inputs):
-                if not any(self.is_written(name) for name in (*op.inputs, *op.outputs)):
-                    found.add(pos)
-                    made.update(op.outputs)
+            is_free = all(name in self.facts.before.available or name in made for name in op.inputs)
+            if is_free and not any(self.is_written(name) for name in (*op.inputs, *op.outputs)):
+                found.add(pos)
+                made.update(op.outputs)
         return frozenset(found)
 
     def first_use(self, pos: int) -> int:
@@ -339,6 +390,25 @@ class _Search:
         return firsts
 
 
+def _is_cheap(op: Op) -> bool:
+    """True for a pure op that is worth doing again rather than keeping its output."""
+    return not op.is_fusion and not op.tags & FIXED and all(effect.is_pure and effect.cheap for effect in effects_of(op))
+
+
+def _spelling(op: Op, names: tuple[str, ...]) -> str:
+    """A text equal for ops that compute the same of the values ``names``."""
+    numbered = {name: Ref(str(index)) for index, name in enumerate(op.inputs)}
+    return repr((op.id, names, _renamed(op.args, numbered), tuple((key, _renamed(arg, numbered)) for key, arg in op.kwargs)))
+
+
+def _renamed(arg: Arg, names: Mapping[str, Ref]) -> Arg:
+    if isinstance(arg, Ref):
+        return names[arg.name]
+    if isinstance(arg, tuple):
+        return tuple(_renamed(item, names) for item in arg)
+    return Struct(tuple((key, _renamed(item, names)) for key, item in arg.items)) if isinstance(arg, Struct) else arg
+
+
 # ---------------------------------------------------------------- the plan
 
 
@@ -351,53 +421,58 @@ class _Writer:
     inserts: list[Insert] = field(default_factory=list)
     renamed: dict[int, dict[str, str]] = field(default_factory=dict)
     exports: dict[tuple[int, str], None] = field(default_factory=dict)
-    made: dict[tuple[int, str], str] = field(default_factory=dict)  # (place, value) to its clone
+    made: dict[tuple[int, str], str] = field(default_factory=dict)  # (place, first of its equals) to the new value
     moving: set[int] = field(default_factory=set)
 
     def write(self, rebuilds: Iterable[Rebuild]) -> JointPlan:
         for rebuild in rebuilds:
-            for source in rebuild.sources:
-                self.export(source)
             for use in rebuild.uses:
                 self.place(rebuild, use)
-        moved = [Insert(self.target(pos), Moved(pos)) for pos in sorted(self.moving)]
+        moved = [Insert(self.search.first_use(pos), Moved(pos)) for pos in sorted(self.moving)]
         renamed = tuple((pos, tuple(names.items())) for pos, names in sorted(self.renamed.items()))
         return JointPlan(tuple(self.inserts + moved), renamed, tuple(self.exports))
 
-    def export(self, source: str) -> None:
-        """Makes a region give ``source`` where so far it only computes it."""
-        site = self.facts.producer.get(source)
-        if site is None or source in self.facts.joint.args or site.sub < 0:
-            return
-        if source not in self.facts.joint.producer:
-            self.exports[site.pos, source] = None
-
     def place(self, rebuild: Rebuild, use: Uses) -> None:
         token_pos, token = self.token(use.first)
-        known = [self.facts.producer[source].pos for source in rebuild.sources if source in self.facts.producer]
+        sources = {name: self.source(name) for name in rebuild.sources}
+        known = [self.facts.producer[name].pos for name in sources.values() if name in self.facts.producer]
         place = max([token_pos, *known]) + 1
-        anchored = self.anchored(rebuild, token)
-        for source in anchored:
-            if (place, source) not in self.made:
-                self.made[place, source] = output = self.fresh(source, place)
-                self.inserts.append(Insert(place, Anchor(source, token, output)))  # type: ignore[arg-type]
+        for name in self.anchored(rebuild, token):
+            if (place, name) not in self.made:
+                self.made[place, name] = output = f"{name}%{place}"
+                self.inserts.append(Insert(place, Anchor(sources[name], token, output)))  # type: ignore[arg-type]
+        for name, member in sources.items():
+            self.made.setdefault((place, name), member)
+        is_claimed = self.search.is_layout_only(rebuild.chain) and self.search.is_written_out(use)
         for site in rebuild.chain:
-            self.clone(site, place)
+            self.clone(site, place, is_claimed)
         for pos in use.consumers:
-            self.renamed.setdefault(pos, {})[rebuild.name] = self.made[place, rebuild.name]
+            for member in self.search.members(rebuild.name):
+                if member in self.facts.joint.ops[pos].inputs:
+                    self.renamed.setdefault(pos, {})[member] = self.made[place, rebuild.name]
             self.move(pos, place)
 
-    def clone(self, site: Site, place: int) -> None:
-        op = op_at(self.facts.joint, site)
-        if all((place, name) in self.made for name in op.outputs):
-            return
-        names = {name: self.made[place, name] for name in op.inputs if (place, name) in self.made}
-        for name in op.outputs:
-            names[name] = self.made[place, name] = self.fresh(name, place)
-        self.inserts.append(Insert(place, Clone(site, tuple(names.items()))))
+    def source(self, name: str) -> str:
+        """The value that stands for ``name``: the one that is saved, else one that the trace has outside of regions."""
+        if name in self.search.saved:
+            return self._known(self.search.saved[name])
+        return self._known(next((one for one in self.search.members(name) if one in self.facts.joint.producer), name))
 
-    def fresh(self, name: str, place: int) -> str:
-        return f"{name}%{place}"
+    def _known(self, name: str) -> str:
+        """``name``, which a region gives from now on where so far it only computes it."""
+        site = self.facts.producer.get(name)
+        if site is not None and site.sub >= 0 and name not in self.facts.joint.producer:
+            self.exports[site.pos, name] = None
+        return name
+
+    def clone(self, site: Site, place: int, is_claimed: bool) -> None:
+        op, rep = op_at(self.facts.joint, site), self.search.rep
+        if all((place, rep(name)) in self.made for name in op.outputs):
+            return
+        names = {name: self.made[place, rep(name)] for name in op.inputs}
+        for name in op.outputs:
+            names[name] = self.made[place, rep(name)] = f"{name}%{place}"
+        self.inserts.append(Insert(place, Clone(site, tuple(names.items()), is_claimed)))
 
     def move(self, pos: int, place: int) -> None:
         """Takes ``pos``, and the early ops that need it, behind ``place``."""
@@ -409,16 +484,12 @@ class _Writer:
                 if user in self.search.early:
                     self.move(user, place)
 
-    def target(self, pos: int) -> int:
-        """Where a moved op goes: before the first of its consumers that stays."""
-        return self.search.first_use(pos)
-
     def token(self, first: int) -> tuple[int, str | None]:
         """The last result before ``first`` that a kernel of the backward gives: position and name."""
         ops = self.facts.joint.ops
         fallback: tuple[int, str | None] = (-1, None)
         for pos in range(first - 1, -1, -1):
-            given = self.tensors(ops[pos])
+            given = [name for name in ops[pos].outputs if self.search.is_tensor(name)]
             if not given:
                 continue
             if self.search.is_kernel(pos) or (ops[pos].is_fusion and pos in self.search.backward):
@@ -427,17 +498,26 @@ class _Writer:
                 fallback = (pos, given[0])
         return fallback
 
-    def tensors(self, op: Op) -> list[str]:
-        return [name for name in op.outputs if self.facts.joint.values[name].kind == "tensor"]
-
     def anchored(self, rebuild: Rebuild, token: str | None) -> list[str]:
-        """Sources that wait for the token: the smallest, or all where a clone would stand alone and could be merged away."""
-        tensors = [name for name in rebuild.sources if self.facts.joint.values[name].kind == "tensor"]
-        if token is None or not tensors:
+        """Sources that wait for the token: the one that costs least to read twice, as the neighbours in a fusion may read it
+        under its own name; all of them where a clone would stand alone and could be merged away."""
+        tensors = [name for name in rebuild.sources if self.search.is_tensor(name)]
+        if token is None:
             return []
-        if not all(site in self.facts.fusible for site in rebuild.chain):
+        stand_alone = self.search.is_layout_only(rebuild.chain) or not self.facts.fusible.issuperset(rebuild.chain)
+        if stand_alone:
             return tensors
-        return [min(tensors, key=lambda name: (self.search.bytes_of(name), name))]
+        return [min(tensors, key=lambda name: (self.search.bytes_of(name), self.dependents(rebuild, name), name))]
+
+    def dependents(self, rebuild: Rebuild, source: str) -> int:
+        """Ops of the chain that need ``source``: what would be computed twice."""
+        reached, count = set(self.search.members(source)), 0
+        for site in rebuild.chain:
+            op = op_at(self.facts.joint, site)
+            if not reached.isdisjoint(op.inputs):
+                reached.update(other for name in op.outputs for other in self.search.members(self.search.rep(name)))
+                count += 1
+        return count
 
 
 # ---------------------------------------------------------------- the report
