@@ -89,7 +89,7 @@ def test_capture_saves_graphs_and_the_printed_trace(saved, capsys):
 
     assert list(load_graphs(saved)) == ["causal_lm_loss forward", "causal_lm_loss backward"]
     printed = saved.with_suffix(".txt").read_text()
-    assert printed.startswith("# causal_lm_loss forward\n")
+    assert printed.startswith("# ---- causal_lm_loss forward\n")
     assert "def backward_fn(saved_for_backward, cotangents):" in printed
 
 
@@ -135,9 +135,10 @@ def test_fix_of_a_model_lowers_the_peak(tmp_path, capsys):
 
 
 @pytest.mark.nvfuser
-def test_fix_of_a_saved_trace_and_of_its_model_agree(saved, capsys):
-    """The passes give the same numbers on Graphs as on Thunder's own traces."""
-    assert main(["fix", str(saved), "--json"]) == 0
+@pytest.mark.parametrize("suffix", ["json", "txt"])
+def test_fix_of_a_saved_trace_and_of_its_model_agree(saved, suffix, capsys):
+    """The passes give the same numbers on saved Graphs, on printed text and on Thunder's own traces."""
+    assert main(["fix", str(saved.with_suffix(f".{suffix}")), "--json"]) == 0
     of_graphs = json.loads(capsys.readouterr().out)
     assert main(["fix", *LOSS, "--json"]) == 0
     of_traces = json.loads(capsys.readouterr().out)

@@ -390,7 +390,7 @@ class Fixed:
         }
 
 
-def fix(wanted: Wanted, trace: str | None) -> Fixed:
+def fix(wanted: Wanted, trace: str | None = None) -> Fixed:
     """Runs the final passes: on Thunder's own traces for a model, on Graphs for traces that were saved or pasted."""
     if wanted.is_trace:
         return _fix_graphs(wanted, trace)
@@ -434,7 +434,11 @@ def _overview(captured: Capture, *, before: bool = False) -> Overview:
 
 def _label(explanation: Explanation) -> str:
     """What a trace is called: the label under which it was saved, or its file and line."""
-    return explanation.source.name.rpartition("#")[2]
+    from thunder_fusionfix.text import label_above
+
+    source = explanation.source
+    saved = source.name.rpartition("#")[2] if "#" in source.name else label_above(source.lines, source.first_line)
+    return saved or f"{source.name}:{source.first_line}"
 
 
 def _programs(explanations: Sequence[Explanation]) -> tuple[Overview, Overview] | None:
@@ -494,18 +498,19 @@ def save(overview: Overview, captured: Capture, out: Path) -> list[Path]:
         UsageError: a file cannot be written.
     """
     from thunder_fusionfix import store
+    from thunder_fusionfix.text import sections
 
     store.save(overview.labelled(), out)
     if captured is None:
         return [out]
     text = out.with_suffix(".txt")
-    printed = []
+    printed = {}
     for part in captured.parts:
         for stage, trace in (("forward", part.forward), ("backward", part.backward)):
             if trace is not None:
-                printed.append(f"# {part.name} {stage}\n{trace}\n")
+                printed[f"{part.name} {stage}"] = f"{trace}\n"
     try:
-        text.write_text("\n".join(printed), encoding="utf-8")
+        text.write_text(sections(printed), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{text}: cannot be written ({error.strerror})") from error
     return [out, text]

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from thunder_fusionfix.cli import Wanted, fix, quiet
+from thunder_fusionfix._thunder import nvfuser_version
+from thunder_fusionfix.cli import Fixed, Wanted, fix, quiet
 from thunder_fusionfix.document import Block, Heading, Line, show
 from thunder_fusionfix.errors import FusionFixError
 from thunder_fusionfix.overview import comparison_table
 from thunder_fusionfix.report import draw_timeline
 
 OUT = Path("fusionfix-out")
+SHIPPED = Path(__file__).parent.parent / "traces"  # beside the package in the repository, where `make demo` runs
 
 INTRODUCTION = (
     "Lightning Thunder turns a PyTorch program into a trace, and nvFuser turns groups of its operations into fusions: one GPU",
@@ -40,8 +42,14 @@ class Show:
 
     title: str
     wanted: Wanted
-    shipped: str  # folder in traces/
-    picture: str
+    shipped: str  # folder in traces/, for where nvFuser is not installed
+    picture: str  # file name
+
+    def fixed(self) -> Fixed:
+        """The program before and after the passes: captured here, or as it was shipped."""
+        if nvfuser_version() is not None:
+            return fix(self.wanted)
+        return fix(Wanted(str(SHIPPED / self.shipped / "before.txt")))
 
 
 SHOWS = (
@@ -74,6 +82,8 @@ def main() -> int:
     except FusionFixError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    if nvfuser_version() is None:
+        print("\nnvFuser is not installed here: these are the traces that ship with the project, not live ones.")
     console.print()
     show([Heading("How to go on"), *(Line(text) for text in USE)], console)
     return 0
@@ -81,7 +91,7 @@ def main() -> int:
 
 def blocks_of(number: int, item: Show) -> Iterator[Block]:
     """One program: what held its memory, before and after, and what was done."""
-    fixed = fix(item.wanted, None)
+    fixed = item.fixed()
     assert fixed.programs is not None, "a program that was captured is a whole one"
     before, after = fixed.programs
     yield Heading(f"{number}. {item.title}", is_main=True)

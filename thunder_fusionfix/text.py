@@ -24,7 +24,7 @@ Invariants: normalising twice changes nothing more; the text ends with one newli
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 _TIME = re.compile(r" \(took [\d.]+ \w+\)")
 _SOURCE = re.compile(r"\s*# .+:\d+: \t")  # Thunder sets a tab between the place and the line that it quotes
@@ -62,3 +62,12 @@ def split_sections(text: str) -> dict[str, str]:
         label, _, body = part.partition("\n")
         found[label] = body
     return found
+
+
+def label_above(lines: Sequence[str], line: int) -> str | None:
+    """The label that `sections` gave to the text which ``line``, counted from 1, belongs to; None where there is none.
+
+    >>> label_above(("# ---- loss forward", "def f():", "  return None"), 3)
+    'loss forward'
+    """
+    return next((one.removeprefix(_SECTION) for one in reversed(lines[:line]) if one.startswith(_SECTION)), None)
