@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 from helpers import GraphBuilder
@@ -186,7 +187,7 @@ def test_edges_random_graphs_all_point_forward_and_chain_every_effect() -> None:
         graph = random_graph(rng, 12, stage=rng.choice(("inference", "forward", "backward")))
         assert all(edge.first < edge.then for edge in edges(graph, aliases(graph)))
         effects = [pos for pos, op in enumerate(graph.ops) if op.id not in (DEL, CLEAR) and has_effect(op)]
-        assert set(zip(effects, effects[1:], strict=False)) <= pairs(graph, "effect")
+        assert set(pairwise(effects)) <= pairs(graph, "effect")
 
 
 def test_edges_number_grows_with_the_ops_only() -> None:

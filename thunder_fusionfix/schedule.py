@@ -5,11 +5,11 @@ order is always among them and wins ties. Then moves that the peak does not need
 winner is what wins. Everything is a function of the Graph and ties break on the position in it: two ranks that hold one trace
 choose one order.
 
-The orderings, and where each one wins:
+The orderings, and where each one wins (`tests/test_schedule.py` has a case for each):
 
 - *held back*: the trace's own order, but an op that takes more memory than it frees waits until something needs its output.
-  Recomputed activations (`torch.utils.checkpoint`), which Thunder gathers at the start of the backward pass.
-- *least growth*: of the ops that may run, the one after which the least is allocated. Wide graphs with small results.
+  Large tensors made early and taken late, as what `torch.utils.checkpoint` computes again in the backward pass.
+- *least growth*: of the ops that may run, the one after which the least is allocated. Ops that free something and wait.
 - *least growth from the end*: the same for the trace run backwards. The best of the four on most random graphs.
 - *by need*: depth first from the results, the operand with the largest peak of its own first. Expression trees.
 

@@ -417,8 +417,8 @@ def _decisions(start: Cut, best: Cut) -> Iterator[Decision]:
 
 def _refusals(cut: Cut) -> Iterator[Decision]:
     """Why the regions that hold the most memory at the peak stay whole."""
-    largest = sorted(cut.holding.items(), key=lambda item: (-item[1], item[0]))[:EXPLAINED]
-    for pos, held_bytes in sorted(largest):
+    large = [(pos, held_bytes) for pos, held_bytes in cut.holding.items() if held_bytes > cut.launch_bytes]
+    for pos, held_bytes in sorted(sorted(large, key=lambda item: (-item[1], item[0]))[:EXPLAINED]):
         region = cut.regions[pos]
         if region.why_whole is not None:
             reason = region.why_whole
