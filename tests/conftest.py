@@ -10,6 +10,7 @@ import pytest
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--bless", action="store_true", help="write the golden traces in traces/ anew")
+    parser.addoption("--slow", action="store_true", help="run the tests marked slow too")
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +19,10 @@ def bless(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--bless"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
+        if item.get_closest_marker("slow") and not config.getoption("--slow"):
+            item.add_marker(pytest.mark.skip(reason="slow: pytest --slow runs it"))
         if item.get_closest_marker("gpu") and (reason := why_no_gpu()):
             item.add_marker(pytest.mark.skip(reason=reason))
         if item.get_closest_marker("nvfuser") and (reason := why_no_nvfuser()):
