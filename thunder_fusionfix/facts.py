@@ -17,7 +17,7 @@ class Facts:
 
     graph: Graph
     config: FusionFixConfig = field(default_factory=FusionFixConfig)
-    forward: Graph | None = None  # for a backward trace: the forward that saved its tensors
+    forward: Graph | Aliases | None = None  # for a backward trace: the forward that saved its tensors, or its aliases
 
     @cached_property
     def aliases(self) -> Aliases:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from thunder_fusionfix._thunder import TraceCtx, TraceTag, untested_versions, warn_untested_versions
+from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.edit import apply_plan
 from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, VerifyError
@@ -58,10 +59,11 @@ def fix_trace(trace: TraceCtx, config: FusionFixConfig | None = None) -> tuple[T
 def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
     started = time.perf_counter()
     strides, forward = example_strides(), _forward_graph(trace)
+    held = forward.args if forward is not None else ()
+    saved = aliases(forward) if forward is not None else None
 
     def facts_of(some_trace: TraceCtx) -> Facts:
-        held = forward.args if forward is not None else ()
-        return Facts(read(some_trace, strides=strides, held=held), config, forward)
+        return Facts(read(some_trace, strides=strides, held=held), config, saved)
 
     state = _State(trace, facts_of(trace))
     first = state.facts

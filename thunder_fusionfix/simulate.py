@@ -109,9 +109,9 @@ class Prices:
         ((0, 1, 2), 8192, [8192, 12288, 8192])
     """
 
-    def __init__(self, graph: Graph, forward: Graph | None = None) -> None:
+    def __init__(self, graph: Graph, forward: Graph | Aliases | None = None) -> None:
         self.graph = graph
-        self._forward = aliases(forward) if forward is not None else None
+        self._forward = aliases(forward) if isinstance(forward, Graph) else forward
         self.aliases: Aliases = aliases(graph, self._forward)
         self.unknown: list[str] = []
         self.sizes: tuple[int, ...] = tuple(self._size(storage) for storage in range(len(self.aliases.storages)))

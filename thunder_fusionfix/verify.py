@@ -313,6 +313,8 @@ def _changes_reads(pair: Pair) -> Iterator[Fault]:
     Both traces are taken as programs over memory: an expression then says after how many writes each of its reads
     happens. What is seen from outside, the arguments of effects and of the return statement, must be the same.
     """
+    if not any(True for graph in (pair.before, pair.after) for _ in _effects(graph)):
+        return  # nothing writes; the storages need not be worked out
     memory = [aliases(graph) for graph in (pair.before, pair.after)]
     written = [any(access.writes for group in found.accesses.values() for access in group) for found in memory]
     if not any(written):
