@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
-import thunder
 import torch
 import torch.nn.functional as F
-from cpu_nvfuser import nvfuser_on_cpu
+from runs import assert_same_as_plain
 
 from thunder_fusionfix._thunder import nvfuser_version
 from thunder_fusionfix.capture import capture
@@ -134,7 +132,11 @@ def test_input_that_is_written_later_is_not_hoisted():
 def test_fuel_bounds_the_rewrites():
     """``fuel=n`` applies at most n rewrites, so that a wrong result can be bisected."""
     applied = [
-        sum(decision.applied for report in reports_of(cut_loss, logits_and_labels(1), fuel=fuel).values() for decision in report.decisions)
+        sum(
+            decision.applied
+            for report in reports_of(cut_loss, logits_and_labels(1), fuel=fuel).values()
+            for decision in report.decisions
+        )
         for fuel in (0, 1)
     ]
     assert applied == [0, 2]  # one for each trace
@@ -150,40 +152,9 @@ def test_trace_without_regions_is_the_same_object():
 # ---------------------------------------------------------------- that the numbers are the same
 
 
-def results(fn: Callable, args: Sequence[torch.Tensor], fusion_type: str, transforms: list) -> list[torch.Tensor]:
-    """Outputs, gradients and final values of the arguments of ``fn`` under Thunder with nvFuser's regions."""
-    args = [arg.detach().clone().requires_grad_(arg.requires_grad) for arg in args]
-    with nvfuser_on_cpu(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        jitted = thunder.jit(fn, executors=("nvfuser",), fusion_type=fusion_type, transforms=transforms)
-        out = jitted(*args)
-        outs = [o for o in torch.utils._pytree.tree_leaves(out) if isinstance(o, torch.Tensor)]
-        needing = [o for o in outs if o.requires_grad]
-        if needing:
-            torch.autograd.backward(needing, [torch.cos(torch.arange(o.numel(), dtype=o.dtype)).view(o.shape) for o in needing])
-    grads = [arg.grad for arg in args if arg.grad is not None]
-    return [tensor.detach().clone() for tensor in (*outs, *grads, *args)]
-
-
-def distance(got: torch.Tensor, want: torch.Tensor) -> float:
-    want64, got64 = want.double(), got.double()
-    norm = torch.linalg.vector_norm(want64)
-    return (torch.linalg.vector_norm(got64 - want64) / (norm if norm > 0 else 1.0)).item()
-
-
-def assert_same_as_plain(fn: Callable, args: Sequence[torch.Tensor], fusion_type: str) -> FusionFixTransform:
-    fix = FusionFixTransform(strict=True)
-    plain, fixed = results(fn, args, fusion_type, []), results(fn, args, fusion_type, [fix])
-    assert len(plain) == len(fixed)
-    for got, want in zip(fixed, plain):
-        assert got.shape == want.shape and got.dtype == want.dtype
-        assert distance(got, want) < 1e-5
-    return fix
-
-
 def lifts(x, w):
     y = torch.exp(x[:, :-1].reshape(-1, x.shape[-1]) * 0.5)
-    return y.sum(1), (y * w).sum()
+    return y.sum(1), w * 2
 
 
 def casts_around_transposes(x, g):
@@ -206,7 +177,7 @@ PROGRAMS = {
     "casts": (casts_around_transposes, [(2, 5, 3, 4), (3, 1, 4)]),
     "passengers": (passengers, [(4, 6), (4, 3)]),
     "slices": (slices_in_a_loop, [(6, 4), (4, 3)]),
-    "loss": (lambda x: cut_loss(x, torch.arange(12).view(2, 6) % VOCAB), [(2, 6, VOCAB)]),
+    "loss": (lambda x: cut_loss(x, torch.remainder(torch.arange(12).view(1, 12), VOCAB)), [(1, 12, VOCAB)]),
 }
 
 
@@ -217,7 +188,9 @@ def test_program_gives_what_plain_thunder_gives(name, fusion_type):
     fn, shapes = PROGRAMS[name]
     args = [torch.randn(shape, requires_grad=True) for shape in shapes]
     fix = assert_same_as_plain(fn, args, fusion_type)
-    assert name in ("slices", "passengers") or any(decision.applied for report in fix.reports for decision in report.decisions)
+    assert name in ("slices", "passengers") or any(
+        decision.applied for report in fix.reports for decision in report.decisions
+    )
 
 
 UNARY = (torch.exp, torch.tanh, torch.neg, lambda t: t.double(), lambda t: t.float(), lambda t: t * 0.5)
