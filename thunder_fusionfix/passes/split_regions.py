@@ -21,7 +21,7 @@ Cut in two, each piece can go to its consumer, which is what `reorder` then does
       # t2 = prims.maximum(x2, 0.0)
     y2 = torch.matmul(t2, t2)
 
-A cut alone wins nothing, so cuts are priced together with the best order of the pieces. The steps: regions that hold memory at
+A cut alone wins little, so cuts are priced together with the best order of the pieces. The steps: regions that hold memory at
 the peak are cut as finely as may be, as long as the peak falls; then pieces that the peak does not need apart are joined again,
 so that each launch more is paid for by bytes. Regions away from the peak are left alone.
 
