@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import doctest
 import re
 
 import thunder
 import torch
 
-from thunder_fusionfix import text
 from thunder_fusionfix.parse import parse
 from thunder_fusionfix.text import normalised, sections, split_sections
 
@@ -18,11 +16,6 @@ def printed_traces():
     jitted = thunder.jit(lambda x, w: torch.tanh(x.t() @ w) / 2)
     jitted(torch.ones(3, 2, requires_grad=True), torch.ones(3, 2))
     return [str(thunder.last_traces(jitted)[-1]), str(thunder.last_backward_traces(jitted)[-1])]
-
-
-def test_examples_of_the_module_hold():
-    """The examples in the docstrings run and give what they show."""
-    assert doctest.testmod(text).failed == 0
 
 
 def test_normalised_trace_holds_nothing_of_this_machine():
