@@ -182,6 +182,8 @@ class _Editor:
 
     def claimed(self, bsym: BoundSymbol) -> list[BoundSymbol]:
         """The prims of ``bsym`` as executors of last resort run them, without sub-symbols, which a fusion would look through."""
+        if bsym.sym.executor is not None:
+            return [bsym.from_bsym(subsymbols=())]
         if bsym.subsymbols:
             return [claimed for sub in bsym.subsymbols for claimed in self.claimed(sub.from_bsym(tags=set(bsym.tags)))]
         for executor in get_always_executors():

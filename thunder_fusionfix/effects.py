@@ -100,7 +100,7 @@ _FACTORIES = _names(
     "full full_like zeros zeros_like ones ones_like iota arange empty tensor_from_sequence new_zeros new_ones tri"
 )
 _COMPUTE = _names(
-    "softmax log_softmax layer_norm rms_norm batch_norm native_batch_norm group_norm cross_entropy nll_loss convolution conv1d "
+    "softmax _softmax log_softmax layer_norm rms_norm batch_norm native_batch_norm group_norm cross_entropy nll_loss convolution conv1d "
     "conv2d conv3d topk sort scatter scatter_add index_add index_copy index_put copy_with_setitem embedding_backward "
     "nll_loss_backward log_softmax_backward nv_cross_entropy_fwd nv_cross_entropy_bwd tril triu argsort setitem "
     "max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool2d interpolate frexp "

@@ -112,11 +112,10 @@ def op_at(graph: Graph, site: Site) -> Op:
 
 
 def effects_of(op: Op) -> tuple[Effect, ...]:
-    """The effects of ``op``: its own row, or the rows of its leaves where the table knows only those."""
+    """The effects of ``op``: of all that it is made of, and its own row where that is no pure one."""
     own = effect_of(op)
-    if own.kind in (Kind.BARRIER, Kind.REGION) and op.subops:
-        return tuple(effect_of(leaf) for leaf in op.leaves)
-    return (own,)
+    parts = tuple(effect_of(leaf) for leaf in op.leaves)
+    return parts if own.is_pure or own.kind in (Kind.BARRIER, Kind.REGION) else (own, *parts)
 
 
 def is_layout_chain(op: Op) -> bool:

@@ -443,7 +443,11 @@ class _Writer:
                 self.inserts.append(Insert(place, Anchor(sources[name], token, output)))  # type: ignore[arg-type]
         for name, member in sources.items():
             self.made.setdefault((place, name), member)
-        is_claimed = self.search.is_layout_only(rebuild.chain) and self.search.is_written_out(use)
+        is_claimed = (
+            self.search.is_layout_only(rebuild.chain)
+            and self.facts.fusible.issuperset(rebuild.chain)
+            and self.search.is_written_out(use)
+        )
         for site in rebuild.chain:
             self.clone(site, place, is_claimed)
         for pos in use.consumers:
@@ -490,7 +494,7 @@ class _Writer:
         fallback: tuple[int, str | None] = (-1, None)
         for pos in range(first - 1, -1, -1):
             given = [name for name in ops[pos].outputs if self.search.is_tensor(name)]
-            if not given:
+            if not given or pos in self.search.early:
                 continue
             if self.search.is_kernel(pos) or (ops[pos].is_fusion and pos in self.search.backward):
                 return pos, given[0]
