@@ -190,7 +190,7 @@ def _arg(printable: Any) -> Arg:
 
 def _value(proxy: Proxy, strides: tuple[int, ...] | None) -> Value:
     if isinstance(proxy, (TensorProxy, FutureTensorProxy)):
-        shape = tuple(proxy.shape)
+        shape = tuple(proxy._shape)  # `shape` records an op in the trace where sizes are symbolic
         if not all(isinstance(size, int) for size in shape):
             raise UnsupportedTraceError("symbolic values, sizes that only a run can tell")
         dtype, device = proxy.dtype.shortname(), proxy.device.device_str()
