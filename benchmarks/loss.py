@@ -17,9 +17,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from thunder.dynamo import ThunderCompiler
 
 import thunder_fusionfix  # noqa: F401  (mends Thunder under nvFuser 0.2.36)
-from thunder.dynamo import ThunderCompiler
 from thunder_fusionfix.transform import FusionFixTransform
 
 VOCAB = 152064
@@ -40,7 +40,9 @@ def variants(loss: Callable) -> dict[str, Callable[[], Callable]]:
     return {
         "plain": lambda: torch.compile(loss, backend=ThunderCompiler(executors=EXECUTORS)),
         "fusionfix": lambda: torch.compile(loss, backend=ThunderCompiler(executors=EXECUTORS, transforms=[FIX])),
-        "torchcompile executor": lambda: torch.compile(loss, backend=ThunderCompiler(executors=("sdpa", "torchcompile"))),
+        "torchcompile executor": lambda: torch.compile(
+            loss, backend=ThunderCompiler(executors=("sdpa", "torchcompile"))
+        ),
         "torch.compile": lambda: torch.compile(loss),
         "eager": lambda: loss,
     }
@@ -78,7 +80,9 @@ def measure(fn: Callable, logits: torch.Tensor, labels: torch.Tensor, steps: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out")
-    parser.add_argument("--case", nargs="*", default=["cut:1x4096", "cut:2x2048", "cut:4x1024", "shift:1x4096", "shift:2x2048"])
+    parser.add_argument(
+        "--case", nargs="*", default=["cut:1x4096", "cut:2x2048", "cut:4x1024", "shift:1x4096", "shift:2x2048"]
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     rows = []
@@ -96,9 +100,11 @@ def main() -> None:
             row = {"case": case, "variant": name}
             try:
                 row |= measure(build(), logits, labels)
-                distance = torch.linalg.vector_norm(logits.grad.float() - wide.grad) / torch.linalg.vector_norm(wide.grad)
+                distance = torch.linalg.vector_norm(logits.grad.float() - wide.grad) / torch.linalg.vector_norm(
+                    wide.grad
+                )
                 row["grad_distance"] = distance.item()
-            except Exception as error:  # one variant's failure must not cost the others
+            except Exception as error:  # noqa: BLE001 -- one variant's failure must not cost the others
                 row["error"] = f"{type(error).__name__}: {error}"[:300]
             rows.append(row)
             print(json.dumps(row), flush=True)

@@ -26,7 +26,7 @@ from functools import cached_property
 from thunder_fusionfix.alias import Aliases, aliases
 from thunder_fusionfix.effects import Effect, Kind, effect_of, short_name
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.model import RETURN, Decision, Graph, Op, Ref, Struct, refs
+from thunder_fusionfix.model import RETURN, Arg, Decision, Graph, Op, Ref, Struct, refs
 
 GET_GRAD = "get_grad"  # the gradient that the caller gives for a forward output
 
@@ -75,7 +75,7 @@ def split(graph: Graph) -> Split:
     return Split(tuple(reversed(forward)), tuple(backward), frozenset(available), tuple(saved))
 
 
-def joint_result(graph: Graph) -> Mapping[str, object]:
+def joint_result(graph: Graph) -> Mapping[str, Arg]:
     """The items that a joint trace returns: "fw_flat_out", "flat_args", "output" (the gradients), ..."""
     result = graph.result
     first = result[0] if isinstance(result, tuple) and result else None
@@ -126,9 +126,7 @@ def is_layout_chain(op: Op) -> bool:
 def opened(graph: Graph) -> Graph:
     """``graph`` with every composite op that the table does not know replaced by its leaves. For aliases, not for positions."""
     ops = tuple(
-        leaf
-        for op in graph.ops
-        for leaf in (op.leaves if op.subops and effect_of(op).kind is Kind.BARRIER else (op,))
+        leaf for op in graph.ops for leaf in (op.leaves if op.subops and effect_of(op).kind is Kind.BARRIER else (op,))
     )
     return replace(graph, ops=ops)
 

@@ -17,6 +17,7 @@ so the whole is near-linear in the length of a trace.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 INFINITE = 1 << 62
@@ -92,7 +93,7 @@ class _Flow:
 
     def push(self, path: list[_Node]) -> bool:
         """Sends as much as fits along ``path``; False where nothing bounds it."""
-        pairs = list(zip(path, path[1:]))
+        pairs = list(itertools.pairwise(path))
         amount = min(self.room(*pair) for pair in pairs)
         if amount >= INFINITE // 2:
             return False

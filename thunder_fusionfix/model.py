@@ -22,7 +22,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
-from typing import Union
 
 # Bytes of one element, by the dtype names that printed traces use.
 DTYPE_BYTES: Mapping[str, int] = {
@@ -69,11 +68,11 @@ class Const:
 class Struct:
     """A dict argument or output, in printed order."""
 
-    items: tuple[tuple[str, "Arg"], ...]
+    items: tuple[tuple[str, Arg], ...]
 
 
 # Lists and tuples both become tuples: Thunder's prims do not tell them apart.
-Arg = Union[Ref, Const, Struct, None, bool, int, float, complex, str, tuple["Arg", ...]]
+Arg = Ref | Const | Struct | None | bool | int | float | complex | str | tuple["Arg", ...]
 
 
 def refs(arg: Arg) -> Iterator[str]:
@@ -135,8 +134,10 @@ class Op:
     args: tuple[Arg, ...]
     output: Arg = None
     kwargs: tuple[tuple[str, Arg], ...] = ()
-    subops: tuple["Op", ...] = ()  # what the printed trace shows indented below it; for a fusion region, what it computes
-    tags: frozenset[str] = field(default=frozenset(), compare=False)  # names of Thunder's tags; printed traces lose them
+    subops: tuple[Op, ...] = ()  # what the printed trace shows indented below it; for a fusion region, what it computes
+    tags: frozenset[str] = field(
+        default=frozenset(), compare=False
+    )  # names of Thunder's tags; printed traces lose them
     is_fusion: bool = False  # one compiled region: nvFusionN, TorchCompileN, CUDAGraphN
 
     @cached_property
@@ -150,7 +151,7 @@ class Op:
         return tuple(dict.fromkeys(refs(self.output)))
 
     @cached_property
-    def leaves(self) -> tuple["Op", ...]:
+    def leaves(self) -> tuple[Op, ...]:
         """The op's finest sub-ops in order; the op itself where it shows none."""
         if not self.subops:
             return (self,)
@@ -306,7 +307,7 @@ class Plan:
     regions: tuple[RegionEdit, ...] = ()
     placed: tuple[Placed, ...] = ()  # several at one position keep their order
     order: tuple[int, ...] | None = None  # positions in their new order, `del`s and clears left out; None: as they are
-    decisions: tuple["Decision", ...] = ()
+    decisions: tuple[Decision, ...] = ()
 
     @property
     def is_empty(self) -> bool:

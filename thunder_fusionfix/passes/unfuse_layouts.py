@@ -85,7 +85,7 @@ def plan_unfuse_layouts(facts: Facts, fuel: int | None = None) -> Plan:
     graph, strides = facts.graph, facts.aliases.strides
     written = frozenset(name for name in facts.aliases.storage_of if facts.aliases.is_written(name))
     fresh = (f"%{i}" for i in itertools.count())
-    plans = []
+    plans: list[Plan] = []
     for pos, op in enumerate(graph.ops):
         if not op.is_fusion or not any(is_layout(subop) for subop in op.subops):
             continue
@@ -183,7 +183,7 @@ class _Rewrite:
 
     def _index(self) -> None:
         self.definition = {name: index for index, subop in enumerate(self.subops) for name in subop.outputs}
-        self.users = {}
+        self.users: dict[str, list[int]] = {}
         for index, subop in enumerate(self.subops):
             for name in subop.inputs:
                 self.users.setdefault(name, []).append(index)
@@ -272,7 +272,11 @@ class _Rewrite:
         index = 0
         while index < len(self.subops):
             subop = self.subops[index]
-            if isinstance(layout_of(subop, self.values), Reshape) and self._is_worth_carrying(subop) and self._has_fuel():
+            if (
+                isinstance(layout_of(subop, self.values), Reshape)
+                and self._is_worth_carrying(subop)
+                and self._has_fuel()
+            ):
                 lifted = lift(self.subops, index, self.values, self.inputs, self.outputs, self.fresh)
                 if lifted is not None and self._all_views(lifted) and not self.written.intersection(lifted.outputs):
                     self._take(lifted, subop)
@@ -296,8 +300,7 @@ class _Rewrite:
     def _all_views(self, lifted: Lifted) -> bool:
         """True where every input that has to be split for the carried computation is split as a view."""
         return all(
-            name not in self.written
-            and Reshape(shape).view(self._shape(name), self.strides.get(name)) is Viewed.YES
+            name not in self.written and Reshape(shape).view(self._shape(name), self.strides.get(name)) is Viewed.YES
             for name, shape in lifted.inputs.values()
         )
 
@@ -674,11 +677,16 @@ def _shape_after(layouts: Sequence[Layout], shape: Shape) -> Shape:
 
 def _padded(shape: Shape, config: Arg) -> Shape:
     """The shape after a pad by ``((low, high, dilation), ...)``."""
+    sizes = []
+    for size, (low, high, dilation) in zip(shape, _amounts(config)):
+        sizes.append(size + low + high + max(size - 1, 0) * dilation)
+    return tuple(sizes)
+
+
+def _amounts(config: Arg) -> tuple[tuple[int, int, int], ...]:
+    """A pad's ``((low, high, dilation), ...)`` as numbers."""
     assert isinstance(config, tuple)
-    return tuple(
-        size + low + high + max(size - 1, 0) * dilation  # type: ignore[operator]
-        for size, (low, high, dilation) in zip(shape, config)  # type: ignore[misc]
-    )
+    return config  # type: ignore[return-value]
 
 
 def _pass_below(layout: Layout, shape: Shape, inner: Sequence[NewOp]) -> tuple[list[NewOp], Layout] | None:
@@ -705,8 +713,7 @@ def _pass_below(layout: Layout, shape: Shape, inner: Sequence[NewOp]) -> tuple[l
 
 def _pass_pad(layout: Layout, shape: Shape, pad: NewOp) -> tuple[NewOp, Layout] | None:
     """``pad(layout(x))`` as ``layout'(pad'(x))`` for x of ``shape``; None where a padded dim is not a dim of x."""
-    config = pad.args[2]
-    assert isinstance(config, tuple)
+    config = _amounts(pad.args[2])
     out_shape = layout.shape_after(shape)
     source_dim = _dims_that_stay(layout, shape, out_shape)
     inner: list[Arg] = [(0, 0, 0)] * len(shape)
@@ -729,10 +736,8 @@ def _dims_that_stay(layout: Layout, shape: Shape, out_shape: Shape) -> dict[int,
     if isinstance(layout, Squeeze):
         kept = [dim for dim in range(len(shape)) if dim not in layout.dims]
         return dict(enumerate(kept))
-    if isinstance(layout, Reshape) and prod(shape):
-        return {
-            outs[0]: ins[0] for ins, outs in dim_groups(shape, out_shape) if len(ins) == len(outs) == 1
-        }
+    if isinstance(layout, Reshape) and 0 not in shape:
+        return {outs[0]: ins[0] for ins, outs in dim_groups(shape, out_shape) if len(ins) == len(outs) == 1}
     return {}
 
 
