@@ -162,6 +162,7 @@ def test_fix_of_a_trace_without_regions_says_so(tmp_path, capsys):
     assert "nothing to fix" in capsys.readouterr().out
 
 
+@pytest.mark.nvfuser
 def test_doctor_says_that_everything_fits(capsys):
     """The environment of the tests is one that the project supports; JSON has the same checks."""
     assert main(["doctor"]) == 0

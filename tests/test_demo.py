@@ -10,7 +10,7 @@ from thunder_fusionfix import demo
 def test_demo_without_nvfuser_shows_the_shipped_traces(monkeypatch, tmp_path, capsys):
     """Both programs are shown with a lower peak after the passes, pictures are written, and it is said what they are."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(demo, "nvfuser_version", lambda: None)
+    monkeypatch.setattr(demo, "has_nvfuser", lambda: False)
     assert demo.main() == 0
     out = capsys.readouterr().out
     peaks = re.findall(r"^ +peak, MB +([\d,.]+) +([\d,.]+)$", out, flags=re.MULTILINE)

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from thunder_fusionfix._thunder import nvfuser_version
 from thunder_fusionfix.cli import Fixed, Wanted, fix, quiet
 from thunder_fusionfix.document import Block, Heading, Line, show
 from thunder_fusionfix.errors import FusionFixError
@@ -47,7 +46,7 @@ class Show:
 
     def fixed(self) -> Fixed:
         """The program before and after the passes: captured here, or as it was shipped."""
-        if nvfuser_version() is not None:
+        if has_nvfuser():
             return fix(self.wanted)
         return fix(Wanted(str(SHIPPED / self.shipped / "before.txt")))
 
@@ -82,11 +81,18 @@ def main() -> int:
     except FusionFixError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    if nvfuser_version() is None:
+    if not has_nvfuser():
         print("\nnvFuser is not installed here: these are the traces that ship with the project, not live ones.")
     console.print()
     show([Heading("How to go on"), *(Line(text) for text in USE)], console)
     return 0
+
+
+def has_nvfuser() -> bool:
+    """True where programs can be captured live."""
+    from thunder_fusionfix._thunder import nvfuser_version  # imports Thunder, which has to be kept quiet first
+
+    return nvfuser_version() is not None
 
 
 def blocks_of(number: int, item: Show) -> Iterator[Block]:
