@@ -21,7 +21,7 @@ def run(code):
 @pytest.mark.nvfuser
 def test_mend_gives_thunder_the_function_that_nvfuser_has(monkeypatch):
     """The function that fails is replaced once, by one that describes a tensor as Thunder documents it."""
-    impl = _thunder._nvfuser_impl()
+    impl = _thunder._load_nvfuser_impl()
     assert _thunder.mend_nvfuser() is False
 
     def fails(shape, stride):
@@ -41,7 +41,7 @@ def test_mend_gives_thunder_the_function_that_nvfuser_has(monkeypatch):
 @pytest.mark.nvfuser
 def test_mend_leaves_an_older_nvfuser_alone(monkeypatch):
     """Where the module that Thunder asks is installed, nothing is replaced."""
-    impl = _thunder._nvfuser_impl()
+    impl = _thunder._load_nvfuser_impl()
 
     def original(shape, stride):
         return None

@@ -29,7 +29,7 @@ import thunder
 import torch
 from looseversion import LooseVersion
 from thunder.core.compile_data import compile_data_and_stats
-from thunder.extend import FusionExecutor, deregister_executor, get_executor, register_executor, resolve_executors
+from thunder.extend import FusionExecutor, deregister_executor, get_executor, register_executor
 
 __all__ = [
     "TESTED",
@@ -46,7 +46,6 @@ __all__ = [
     "nvfuser_version",
     "nvfuser_works",
     "replaced",
-    "resolve_executors",
     "thunderfx_left_out",
     "thunderfx_pieces",
     "thunderfx_splitting",
@@ -197,7 +196,7 @@ def nvfuser_registered() -> Iterator[FusionExecutor | None]:
     if registered is not None or nvfuser_version() is None:
         yield registered
         return
-    impl = _nvfuser_impl()
+    impl = _load_nvfuser_impl()
     version = LooseVersion(nvfuser_version())
     register_executor(impl.ex)
     try:
@@ -207,7 +206,7 @@ def nvfuser_registered() -> Iterator[FusionExecutor | None]:
         deregister_executor(impl.ex)
 
 
-def _nvfuser_impl() -> Any:
+def _load_nvfuser_impl() -> Any:
     if _NVFUSER_IMPL not in sys.modules:
         with replaced(torch.cuda, "is_available", lambda: True):
             importlib.import_module(_NVFUSER_IMPL)
