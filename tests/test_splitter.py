@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_fusionfix._thunder import replaced, splitter
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.splitter import _asking_once, node_key
+from thunder_fusionfix.splitter import asking_once, node_key
 from thunder_fusionfix.transform import FusionFixTransform
 
 PLAIN = getattr(splitter.is_node_supported_by_thunder, "__wrapped__", splitter.is_node_supported_by_thunder)
@@ -87,7 +87,7 @@ def counted_questions(*, once: bool) -> Iterator[list[torch.fx.Node]]:
         asked.append(node)
         return PLAIN(node, options)
 
-    with replaced(splitter, "is_node_supported_by_thunder", _asking_once(ask) if once else ask):
+    with replaced(splitter, "is_node_supported_by_thunder", asking_once(ask) if once else ask):
         yield asked
 
 

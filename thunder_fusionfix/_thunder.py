@@ -48,7 +48,6 @@ __all__ = [
     "replaced",
     "thunderfx_left_out",
     "thunderfx_pieces",
-    "thunderfx_splitting",
     "untested_versions",
     "warn_untested_versions",
 ]
@@ -301,51 +300,6 @@ def before_split(seen: Callable[[Any], None]) -> Iterator[None]:
 
     with replaced(autodiff, "split_into_forward_and_backward", see_and_split):
         yield
-
-
-@contextlib.contextmanager
-def thunderfx_splitting() -> Iterator[Callable[..., Any]]:
-    """Gives the class of ThunderFX's backend, which in this context splits graphs but compiles none of their pieces.
-
-    What ThunderFX would give to torch.compile stays an FX graph; ``thunder.jit`` compiles on the first call only. To learn
-    whether Thunder takes a node, ThunderFX traces it with its gradient: 3 s for a layer of Qwen2. Here nodes that differ in
-    name alone are asked for once, which makes the cost independent of the number of layers.
-    """
-    from thunder.dynamo import ThunderCompiler, splitter  # costs a second to import: torch._inductor
-
-    ask = splitter.is_node_supported_by_thunder
-    answers: dict[str, Any] = {}
-
-    def is_node_supported(node: torch.fx.Node, options: Any) -> Any:
-        key = _node_key(node)
-        if key is None:
-            return ask(node, options)
-        if key not in answers:
-            answers[key] = ask(node, options)
-        return answers[key]
-
-    with (
-        replaced(splitter, "is_node_supported_by_thunder", is_node_supported),
-        replaced(torch._inductor, "compile", lambda graph, _: graph),
-    ):
-        yield ThunderCompiler
-
-
-def _node_key(node: torch.fx.Node) -> str | None:
-    """A text equal for nodes that Thunder cannot tell apart; None where we cannot say."""
-    inputs = node.all_input_nodes
-    if any("example_value" not in arg.meta for arg in inputs):
-        return None  # a submodule or a context manager
-    metas = tree_map(_meta, tuple(arg.meta["example_value"] for arg in inputs))
-    position = {arg: index for index, arg in enumerate(inputs)}
-    args = torch.fx.map_arg((node.args, node.kwargs), lambda arg: f"input {position[arg]}")
-    return repr((node.op, node.target, args, metas))
-
-
-def _meta(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return tuple(value.shape), value.dtype, value.device, value.requires_grad
 
 
 @dataclass(frozen=True, slots=True)

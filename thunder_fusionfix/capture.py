@@ -32,6 +32,7 @@ from typing import Any
 
 import thunder
 import torch
+from thunder.dynamo import ThunderCompiler
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -46,11 +47,12 @@ from thunder_fusionfix._thunder import (
     get_executor,
     nvfuser_registered,
     replaced,
+    splitter,
     thunderfx_left_out,
     thunderfx_pieces,
-    thunderfx_splitting,
 )
 from thunder_fusionfix.errors import UnsupportedTraceError, UsageError
+from thunder_fusionfix.splitter import asking_once
 
 EXECUTORS = ("sdpa", "torchcompile_cat", "nvfuser")  # what ThunderFX users are told to give
 
@@ -305,8 +307,8 @@ def _thunderfx_jobs(
         eager = copy.deepcopy(graph)  # Thunder's splitter changes checkpointed functions in place
         # a compiler for each graph: it adds a transform of its own to the list that it is given, every time
         # the tensors that the splitter makes must be fake too, in this mode and not in the one that torch.compile gives backends
-        with thunderfx_splitting() as compiler_class, torch._guards.tracing(None), fake_mode:
-            compiler = compiler_class(**{**options, "transforms": list(options["transforms"])})
+        with _splitting_only(), torch._guards.tracing(None), fake_mode:
+            compiler = ThunderCompiler(**{**options, "transforms": list(options["transforms"])})
             compiler(graph, examples)
         for piece in thunderfx_pieces(compiler):
             name = f"{piece.name} of graph {num_graphs}"
@@ -333,6 +335,20 @@ def _thunderfx_jobs(
     if not jobs:
         raise UnsupportedTraceError("torch.compile gave nothing of this program to Thunder; try dynamo=False")
     return jobs
+
+
+@contextlib.contextmanager
+def _splitting_only() -> Iterator[None]:
+    """ThunderFX splits graphs but compiles no piece: what it would give to torch.compile stays as it is.
+
+    ``thunder.jit`` compiles on the first call only. Equal nodes are asked about once, whatever the options.
+    """
+    name = "is_node_supported_by_thunder"
+    with (
+        replaced(splitter, name, asking_once(getattr(splitter, name), lambda options: True)),
+        replaced(torch._inductor, "compile", lambda graph, _: graph),
+    ):
+        yield
 
 
 # ---------------------------------------------------------------- recording

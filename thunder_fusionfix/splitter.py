@@ -74,16 +74,17 @@ def _is_wanted(options: dict[str, Any]) -> bool:
 def install() -> None:
     """Puts the memory before ThunderFX's question; where it is there already, nothing changes."""
     if not hasattr(splitter.is_node_supported_by_thunder, "_asks_once"):
-        splitter.is_node_supported_by_thunder = _asking_once(splitter.is_node_supported_by_thunder)
+        splitter.is_node_supported_by_thunder = asking_once(splitter.is_node_supported_by_thunder)
 
 
-def _asking_once(ask: Callable) -> Callable:
+def asking_once(ask: Callable, is_wanted: Callable[[dict[str, Any]], bool] = _is_wanted) -> Callable:
+    """``ask`` with a memory, where ``is_wanted`` says so of the options that ThunderFX compiles with."""
     supported: weakref.WeakKeyDictionary[torch.fx.Graph, set[Hashable]] = weakref.WeakKeyDictionary()
 
     @functools.wraps(ask)
     def is_node_supported_by_thunder(node: torch.fx.Node, thunder_options: dict[str, Any]) -> tuple[bool, Any]:
         try:
-            key = node_key(node) if _is_wanted(thunder_options) else None
+            key = node_key(node) if is_wanted(thunder_options) else None
         except UnsupportedTraceError:
             key = None
         if key is None:
