@@ -24,7 +24,7 @@ ROWS = {
     " passes.claim_layouts passes.recompute_cheap",
     "run": "pipeline joint_pipeline capture models sources explain page views",
     "entry": "transform executor plugin",
-    "use": "measure predict bench overview doctor tools_cli cli demo __main__",
+    "use": "measure predict bench overview targets doctor tools_cli cli demo __main__",
 }
 PURE = ("words", "facts", "decide")
 IMPURE = {"torch", "thunder", "transformers", "nvfuser_direct"}

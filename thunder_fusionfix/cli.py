@@ -13,10 +13,9 @@ import contextlib
 import logging
 import os
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -25,6 +24,7 @@ import typer
 from thunder_fusionfix import __version__
 from thunder_fusionfix.document import Block, Line
 from thunder_fusionfix.errors import FusionFixError, UsageError
+from thunder_fusionfix.targets import Target, explain_target, fix_target, save_program
 from thunder_fusionfix.tools_cli import (
     AsJson,
     AsMarkdown,
@@ -37,14 +37,11 @@ from thunder_fusionfix.tools_cli import (
 
 if TYPE_CHECKING:
     from thunder_fusionfix.capture import Capture
-    from thunder_fusionfix.explain import Explanation
-    from thunder_fusionfix.model import Report, Timeline
+    from thunder_fusionfix.model import Timeline
     from thunder_fusionfix.overview import Overview
-    from thunder_fusionfix.sources import Source
 
 FINE, FAILED, WRONG_USAGE = 0, 1, 2
 PICTURES = (".png", ".svg", ".pdf")
-FIX_SCHEMA = "thunder_fusionfix.fix/1"
 
 app = typer.Typer(
     name="fusionfix",
@@ -61,7 +58,7 @@ MODEL_NAMES = [
 ]
 _MODELS = f"file.py:function, or one of {', '.join(MODEL_NAMES)}"
 
-Target = Annotated[
+TargetName = Annotated[
     str,
     typer.Argument(
         metavar="TRACE|MODEL",
@@ -119,25 +116,24 @@ def capture_verb(
     as_json: AsJson = False,
 ) -> None:
     """Trace a model without a GPU, with nvFuser's real fusion pass, and save its traces."""
-    wanted = Wanted(model, layers, hidden_size, seq, batch, fusion_type, executors, dynamo)
-    out = out or Path(f"{wanted.slug}.json")
+    target = Target(model, layers, hidden_size, seq, batch, fusion_type, executors, dynamo)
+    out = out or Path(f"{target.slug}.json")
     check_writable(out, (".json",))
     check_picture(picture)
-    captured = wanted.capture()
-    overview = _overview(captured)
-    files = save(overview, captured, out)
+    with progress() as tell:
+        captured = target.capture(tell=tell)
+    from thunder_fusionfix.overview import overview_of
+
+    overview = overview_of(captured)
+    files = save_program(overview, captured, out)
+    blocks = capture_blocks(captured, overview, files)
+    emit(blocks, [capture_dict(captured, overview, files)], as_json=as_json, as_markdown=False)
     draw({"step": overview.timeline}, picture)
-    emit(
-        _capture_blocks(captured, overview, files),
-        [_capture_dict(captured, overview, files)],
-        as_json=as_json,
-        as_markdown=False,
-    )
 
 
 @app.command("explain")
 def explain_verb(
-    target: Target,
+    name: TargetName,
     layers: Layers = None,
     hidden_size: HiddenSize = None,
     seq: Seq = None,
@@ -157,28 +153,29 @@ def explain_verb(
     """Where the memory peak is, what holds it and why, and what the passes would do about it."""
     from thunder_fusionfix.views import explanation_blocks
 
-    wanted = Wanted(target, layers, hidden_size, seq, batch, fusion_type, executors, dynamo)
+    target = Target(name, layers, hidden_size, seq, batch, fusion_type, executors, dynamo)
     check_picture(picture)
     if step:
-        print(explain_step(wanted, device, optimizer))
+        print(explain_step(target, device, optimizer))
         return
     if device is not None or optimizer is not None:
         raise UsageError("--device and --optimizer go with --step: add it")
-    explanations, notes = explanations_of(wanted, trace)
-    program = _programs(explanations)
-    blocks = [block for one in explanations for block in explanation_blocks(one)]
-    if program is not None:
-        blocks = [*_comparison(wanted.target, *program), *blocks]
-    blocks += _note_blocks(notes)
-    emit(blocks, [one.to_dict() for one in explanations], as_json=as_json, as_markdown=as_markdown)
+    with progress() as tell:
+        explained = explain_target(target, trace, tell)
+    blocks = [
+        *comparison(name, explained.programs),
+        *(block for one in explained.explanations for block in explanation_blocks(one)),
+        *note_blocks(explained.notes),
+    ]
+    emit(blocks, [one.to_dict() for one in explained.explanations], as_json=as_json, as_markdown=as_markdown)
     if html is not None:
-        write_page(html, [one.source for one in explanations[:2]], blocks, f"memory of {wanted.target}")
-    draw(_timelines(explanations, program), picture)
+        write_page(html, [one.source for one in explained.explanations[:2]], blocks, f"memory of {name}")
+    draw(explained.timelines() if picture is not None else {}, picture)
 
 
 @app.command("fix")
 def fix_verb(
-    target: Target,
+    name: TargetName,
     layers: Layers = None,
     hidden_size: HiddenSize = None,
     seq: Seq = None,
@@ -195,16 +192,18 @@ def fix_verb(
     """Run the passes, print what each changed and why it kept or refused a rewrite, peak before and after."""
     from thunder_fusionfix.report import report_blocks
 
-    wanted = Wanted(target, layers, hidden_size, seq, batch, fusion_type, executors, dynamo)
+    target = Target(name, layers, hidden_size, seq, batch, fusion_type, executors, dynamo)
     check_picture(picture)
     if out is not None:
         check_writable(out, (".json",))
-    fixed = fix(wanted, trace)
-    blocks = _comparison(wanted.target, *fixed.programs) if fixed.programs else []
-    blocks += [block for report in fixed.reports for block in report_blocks(report)]
-    if not fixed.reports:
-        blocks.append(Line("no trace has fusion regions: nothing to fix"))
-    blocks += _note_blocks(fixed.notes)
+    with progress() as tell:
+        fixed = fix_target(target, trace, tell)
+    blocks = [
+        *comparison(name, fixed.programs),
+        *(block for report in fixed.reports for block in report_blocks(report)),
+        *([] if fixed.reports else [Line("no trace has fusion regions: nothing to fix")]),
+        *note_blocks(fixed.notes),
+    ]
     if out is not None:
         blocks.append(Line(f"fixed traces saved: {', '.join(map(str, fixed.save(out)))}"))
     emit(blocks, [fixed.to_dict()], as_json=as_json, as_markdown=as_markdown)
@@ -234,237 +233,33 @@ def doctor_verb(as_json: AsJson = False) -> None:
     raise typer.Exit(FINE if diagnosis.fits else FAILED)
 
 
-# ---------------------------------------------------------------- what is wanted
+# ---------------------------------------------------------------- steps, pictures, files
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A trace or a model as the user named it, and how to capture a model."""
+def comparison(title: str, programs: tuple[Overview, Overview] | None) -> list[Block]:
+    """A program before and after the passes; nothing where the traces make up none."""
+    if programs is None:
+        return []
+    from thunder_fusionfix.overview import comparison_blocks
 
-    target: str
-    layers: int | None = None
-    hidden_size: int | None = None
-    seq: int | None = None
-    batch: int | None = None
-    fusion_type: str | None = None
-    executors: str | None = None
-    dynamo: bool | None = None
-
-    @property
-    def is_trace(self) -> bool:
-        from thunder_fusionfix.sources import looks_like_file
-
-        return ":" not in self.target and looks_like_file(self.target)
-
-    @property
-    def slug(self) -> str:
-        """A name for files."""
-        name = "".join(char if char.isalnum() or char in ".-_" else "-" for char in Path(self.target).name)
-        sizes = {"layers": self.layers, "hidden": self.hidden_size, "seq": self.seq, "batch": self.batch}
-        return "-".join([name, *(f"{word}{size}" for word, size in sizes.items() if size is not None)])
-
-    def check_trace_options(self) -> None:
-        """Raises `UsageError` where an option for models is given with a trace."""
-        given = [name for name in ("layers", "hidden_size", "seq", "batch", "fusion_type", "executors", "dynamo")
-                 if getattr(self, name) is not None]  # fmt: skip
-        if given:
-            raise UsageError(f"--{given[0].replace('_', '-')} is for models; {self.target} is a trace: leave it out")
-
-    def capture(self, transforms: Sequence[Any] = ()) -> Capture:
-        """The model's traces.
-
-        Raises:
-            UsageError: the model, a size or an option is wrong.
-        """
-        with progress() as tell:
-            tell("importing Thunder")
-            from thunder_fusionfix.capture import EXECUTORS, capture
-            from thunder_fusionfix.models import load_model
-
-            tell("building the model")
-            program = load_model(
-                self.target, layers=self.layers, hidden_size=self.hidden_size, seq=self.seq, batch=self.batch
-            )
-            names = tuple(filter(None, self.executors.split(","))) if self.executors is not None else EXECUTORS
-            return capture(
-                program.fn,
-                program.args,
-                program.kwargs,
-                executors=names,
-                fusion_type=self.fusion_type,
-                dynamo=self.dynamo,
-                transforms=transforms,
-                progress=tell,
-            )
+    return comparison_blocks(title, *programs)
 
 
-def explain_step(wanted: Wanted, device: str | None, optimizer: str | None) -> str:
+def explain_step(target: Target, device: str | None, optimizer: str | None) -> str:
     """What a training step of a model needs, phase by phase.
 
     Raises:
         UsageError: the target is a trace, or a name is wrong.
     """
-    if wanted.is_trace:
-        raise UsageError(f"--step is for models; {wanted.target} is a trace: leave it out")
+    if target.is_trace:
+        raise UsageError(f"--step is for models; {target.name} is a trace: leave it out")
     from thunder_fusionfix import predict
     from thunder_fusionfix.devices import DEFAULT
     from thunder_fusionfix.results import Spec
 
-    spec = Spec(wanted.target, wanted.layers, wanted.hidden_size, wanted.seq, wanted.batch, optimizer or "none")
+    spec = Spec(target.name, target.layers, target.hidden_size, target.seq, target.batch, optimizer or "none")
     with progress() as tell:
         return predict.explain_step(spec, device=device or DEFAULT, progress=tell)
-
-
-def explanations_of(wanted: Wanted, trace: str | None) -> tuple[list[Explanation], Sequence[str]]:
-    """An explanation of each trace, and notes on where they come from."""
-    from thunder_fusionfix.explain import explain, explain_trace
-    from thunder_fusionfix.sources import choose, sources
-
-    if wanted.is_trace:
-        wanted.check_trace_options()
-        return list(explain_trace(choose(sources(wanted.target), trace))), ()
-    captured = wanted.capture()
-    found: list[tuple[Source, Any]] = []
-    for part in _overview(captured).parts:
-        for stage, graph in (("forward", part.forward), ("backward", part.backward)):
-            if graph is not None:
-                (source,) = sources(graph)
-                found.append((replace(source, name=f"{part.name} {stage}"), part.forward))
-    chosen = choose([source for source, _ in found], trace)
-    forward_of = {id(source): forward for source, forward in found}
-    return [
-        explain(source, forward=forward_of[id(source)] if source.graph.stage == "backward" else None)
-        for source in chosen
-    ], captured.notes
-
-
-# ---------------------------------------------------------------- fix
-
-
-@dataclass(frozen=True)
-class Fixed:
-    """What the passes did to a program or to some traces."""
-
-    reports: tuple[Report, ...]
-    labels: tuple[str, ...]  # of the reports
-    programs: tuple[Overview, Overview] | None  # before and after, where the traces make up a program
-    notes: tuple[str, ...] = ()
-    captured: Any = None  # after the passes; None for traces
-
-    def timelines(self) -> dict[str, Timeline]:
-        if self.programs is not None:
-            before, after = self.programs
-            return {"before": before.timeline, "after": after.timeline}
-        highest = max(self.reports, key=lambda report: report.before.peak_bytes, default=None)
-        return {"before": highest.before, "after": highest.after} if highest is not None else {}
-
-    def save(self, out: Path) -> list[Path]:
-        if self.programs is not None:
-            return save(self.programs[1], self.captured, out)
-        from thunder_fusionfix import store
-
-        store.save({label: report.graph_after for label, report in zip(self.labels, self.reports)}, out)
-        return [out]
-
-    def to_dict(self) -> dict[str, Any]:
-        from thunder_fusionfix.overview import comparison_of
-
-        before, after = self.programs or (None, None)
-        return {
-            "schema": FIX_SCHEMA,
-            "before": dict(comparison_of(before)) if before is not None else None,
-            "after": dict(comparison_of(after)) if after is not None else None,
-            "traces": [
-                {
-                    "label": label,
-                    "stage": report.stage,
-                    "peak_bytes_before": report.before.peak_bytes,
-                    "peak_bytes_after": report.after.peak_bytes,
-                    "kept_input": report.kept_input,
-                    "seconds": report.seconds,
-                    "decisions": [asdict(decision) for decision in report.decisions],
-                }
-                for label, report in zip(self.labels, self.reports)
-            ],
-            "notes": list(self.notes),
-        }
-
-
-def fix(wanted: Wanted, trace: str | None = None) -> Fixed:
-    """Runs the final passes: on Thunder's own traces for a model, on Graphs for traces that were saved or pasted."""
-    if wanted.is_trace:
-        return _fix_graphs(wanted, trace)
-    if trace is not None:
-        raise UsageError("--trace is for files with several traces; a model is fixed as a whole: leave it out")
-    from thunder_fusionfix.transform import FusionFixTransform
-
-    transform = FusionFixTransform()
-    captured = wanted.capture([transform])
-    labels = tuple(f"{index} {report.stage}" for index, report in enumerate(transform.reports, start=1))
-    programs = (_overview(captured, before=True), _overview(captured))
-    return Fixed(tuple(transform.reports), labels, programs, captured.notes, captured)
-
-
-def _fix_graphs(wanted: Wanted, trace: str | None) -> Fixed:
-    start = time.perf_counter()
-    explanations, notes = explanations_of(wanted, trace)
-    seconds = (time.perf_counter() - start) / len(explanations)
-    with_regions = [one for one in explanations if any(op.is_fusion for op in one.graph.ops)]
-    reports = tuple(_report_of(one, seconds) for one in with_regions)
-    return Fixed(reports, tuple(map(_label, with_regions)), _programs(explanations), tuple(notes))
-
-
-def _report_of(explanation: Explanation, seconds: float) -> Report:
-    from thunder_fusionfix.model import Report
-    from thunder_fusionfix.simulate import simulate
-
-    before, after = simulate(explanation.graph), simulate(explanation.planned)
-    graphs = explanation.graph, explanation.planned
-    return Report(explanation.graph.stage, before, after, *graphs, explanation.decisions, seconds)
-
-
-# ---------------------------------------------------------------- overviews, pictures, files
-
-
-def _overview(captured: Capture, *, before: bool = False) -> Overview:
-    from thunder_fusionfix.overview import overview_of
-
-    return overview_of(captured, before=before)
-
-
-def _label(explanation: Explanation) -> str:
-    """What a trace is called: the label under which it was saved, or its file and line."""
-    from thunder_fusionfix.text import label_above
-
-    source = explanation.source
-    saved = source.name.rpartition("#")[2] if "#" in source.name else label_above(source.lines, source.first_line)
-    return saved or f"{source.name}:{source.first_line}"
-
-
-def _programs(explanations: Sequence[Explanation]) -> tuple[Overview, Overview] | None:
-    """The program that the explained traces make up, before and after; None where they are no pairs of a program."""
-    from thunder_fusionfix.overview import overview_of_graphs
-
-    before = overview_of_graphs((_label(one), one.graph) for one in explanations)
-    after = overview_of_graphs((_label(one), one.planned) for one in explanations)
-    if before is None or after is None or not any(part.backward is not None for part in before.parts):
-        return None
-    return before, after
-
-
-def _comparison(title: str, before: Overview, after: Overview) -> list[Block]:
-    from thunder_fusionfix.overview import comparison_blocks
-
-    return comparison_blocks(title, before, after)
-
-
-def _timelines(explanations: Sequence[Explanation], programs: tuple[Overview, Overview] | None) -> dict[str, Timeline]:
-    if programs is not None:
-        return {"before": programs[0].timeline, "after": programs[1].timeline}
-    from thunder_fusionfix.simulate import simulate
-
-    highest = max(explanations, key=lambda one: one.peak_bytes)
-    return {"before": simulate(highest.graph), "after": simulate(highest.planned)}
 
 
 def check_picture(path: Path | None) -> None:
@@ -482,7 +277,7 @@ def check_writable(path: Path, suffixes: Sequence[str]) -> None:
 
 
 def draw(timelines: dict[str, Timeline], path: Path | None) -> None:
-    """Writes the picture, where one is wanted."""
+    """Writes the picture, where one is target."""
     if path is None or not timelines:
         return
     from thunder_fusionfix.report import draw_timeline
@@ -491,35 +286,10 @@ def draw(timelines: dict[str, Timeline], path: Path | None) -> None:
     print(f"picture: {path}", file=sys.stderr)
 
 
-def save(overview: Overview, captured: Capture, out: Path) -> list[Path]:
-    """Writes the traces as Graphs to ``out``, and as Thunder prints them beside it.
-
-    Raises:
-        UsageError: a file cannot be written.
-    """
-    from thunder_fusionfix import store
-    from thunder_fusionfix.text import sections
-
-    store.save(overview.labelled(), out)
-    if captured is None:
-        return [out]
-    text = out.with_suffix(".txt")
-    printed = {}
-    for part in captured.parts:
-        for stage, trace in (("forward", part.forward), ("backward", part.backward)):
-            if trace is not None:
-                printed[f"{part.name} {stage}"] = f"{trace}\n"
-    try:
-        text.write_text(sections(printed), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"{text}: cannot be written ({error.strerror})") from error
-    return [out, text]
-
-
 # ---------------------------------------------------------------- capture's answer
 
 
-def _capture_blocks(captured: Capture, overview: Overview, files: Sequence[Path]) -> list[Block]:
+def capture_blocks(captured: Capture, overview: Overview, files: Sequence[Path]) -> list[Block]:
     from thunder_fusionfix.document import Heading, Table, megabytes
 
     rows = []
@@ -535,11 +305,11 @@ def _capture_blocks(captured: Capture, overview: Overview, files: Sequence[Path]
         Line(overview.sentence()),
         Table(("Thunder function", "fusions forward", "backward", "compile s"), tuple(rows), right=(1, 2, 3)),
         Line(f"saved: {', '.join(map(str, files))}"),
-        *_note_blocks(captured.notes),
+        *note_blocks(captured.notes),
     ]
 
 
-def _capture_dict(captured: Capture, overview: Overview, files: Sequence[Path]) -> dict[str, Any]:
+def capture_dict(captured: Capture, overview: Overview, files: Sequence[Path]) -> dict[str, Any]:
     return {
         "files": [str(path) for path in files],
         "peak_bytes": overview.step.peak_bytes,
@@ -549,7 +319,7 @@ def _capture_dict(captured: Capture, overview: Overview, files: Sequence[Path]) 
     }
 
 
-def _note_blocks(notes: Sequence[str]) -> list[Block]:
+def note_blocks(notes: Sequence[str]) -> list[Block]:
     return [Line(f"note: {note}", "faint") for note in notes]
 
 
@@ -597,8 +367,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return WRONG_USAGE
         if "FUSIONFIX_DEBUG" in os.environ:
             raise
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        print(f"error: {type(error).__name__}: {first_line} (FUSIONFIX_DEBUG=1 shows where)", file=sys.stderr)
+        words = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+        print(f"error: {words} (FUSIONFIX_DEBUG=1 shows where)", file=sys.stderr)
         return FAILED
 
 

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from thunder_fusionfix.cli import Fixed, Wanted, fix, quiet
+from thunder_fusionfix.cli import progress, quiet
 from thunder_fusionfix.document import Block, Heading, Line, show
 from thunder_fusionfix.errors import FusionFixError
 from thunder_fusionfix.overview import comparison_table
 from thunder_fusionfix.report import draw_timeline
+from thunder_fusionfix.targets import Fixed, Target, fix_target
 
 OUT = Path("fusionfix-out")
 SHIPPED = Path(__file__).parent.parent / "traces"  # beside the package in the repository, where `make demo` runs
@@ -40,27 +41,28 @@ class Show:
     """One program of the demo."""
 
     title: str
-    wanted: Wanted
+    target: Target
     shipped: str  # folder in traces/, for where nvFuser is not installed
     picture: str  # file name
 
     def fixed(self) -> Fixed:
         """The program before and after the passes: captured here, or as it was shipped."""
-        if has_nvfuser():
-            return fix(self.wanted)
-        return fix(Wanted(str(SHIPPED / self.shipped / "before.txt")))
+        if not has_nvfuser():
+            return fix_target(Target(str(SHIPPED / self.shipped / "before.txt")))
+        with progress() as tell:
+            return fix_target(self.target, tell=tell)
 
 
 SHOWS = (
     Show(
         "The loss of a language model: logits of 4,096 tokens and 152,064 words, in bf16",
-        Wanted("causal-lm-loss"),
+        Target("causal-lm-loss"),
         "causal-lm-loss",
         "loss.png",
     ),
     Show(
         "A training step of Qwen2.5-7B, 2 of its 28 layers, 4,096 tokens",
-        Wanted("qwen2.5-7b", layers=2),
+        Target("qwen2.5-7b", layers=2),
         "qwen2.5-7b-2-layers",
         "qwen2.5-7b.png",
     ),
