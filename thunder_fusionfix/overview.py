@@ -12,10 +12,11 @@ from functools import cached_property
 from typing import Any
 
 from thunder_fusionfix.document import Block, Heading, Line, Table, megabytes
+from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.model import Graph, Timeline
 from thunder_fusionfix.report import Summary, peak_sentence, summarize
 from thunder_fusionfix.simulate import simulate
-from thunder_fusionfix.step import StepPart, StepTimeline, simulate_step
+from thunder_fusionfix.step import Phase, StepPart, StepTimeline, simulate_step
 
 FORWARD, BACKWARD = " forward", " backward"  # ends of the labels under which a part's Graphs are saved
 
@@ -33,12 +34,19 @@ class Overview:
 
     @cached_property
     def timeline(self) -> Timeline:
-        """The step as one Timeline, over the ops of all traces in the order in which they run."""
-        live = tuple(nbytes for phase in self.step.phases for nbytes in phase.live_bytes)
+        """The step as one Timeline, over the ops of all traces that compute, in the order in which they run."""
+        live = tuple(nbytes for phase in self.step.phases for nbytes in self._by_computation(phase))
         at = max(range(len(live)), key=lambda pos: (live[pos], -pos), default=0)
         start = sum(self.step.base.values())
         # what stands before the step is the only bound that holds for the traces together
         return Timeline(live, max(live, default=start), at, start, start, self.step.holders, self.step.unknown)
+
+    def _by_computation(self, phase: Phase) -> tuple[int, ...]:
+        """The most live bytes at each op that computes and since the one before: views and ``del``s would only stretch it."""
+        graph = self._graph_of(phase)
+        calls = (pos for pos in phase.calls if graph is None or effect_of(graph.ops[pos]).kind is not Kind.LAYOUT)
+        ends = sorted({*(pos + 1 for pos in calls), len(phase.live_bytes)})
+        return tuple(max(phase.live_bytes[start:end]) for start, end in zip((0, *ends), ends))
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -66,15 +74,16 @@ class Overview:
 
     def sentence(self) -> str:
         """What holds the step's peak, in a sentence."""
-        graph = self.labelled().get(self._peak_label(), self.parts[0].forward)
-        forward = self.parts[0].forward if graph.stage != "backward" else self._forward_of(graph)
-        timeline = simulate(graph, forward=forward if graph.stage == "backward" else None)
+        graph = self._graph_of(self.step.peak_phase) or self.parts[0].forward
+        forward = self._forward_of(graph) if graph.stage == "backward" else None
+        timeline = simulate(graph, forward=forward)
         words = peak_sentence(graph, timeline)
         return f"The step needs most in the {self.step.peak_phase.name}. Of that trace: {words[0].lower()}{words[1:]}"
 
-    def _peak_label(self) -> str:
-        stage, _, name = self.step.peak_phase.name.partition(" of ")
-        return f"{name} {stage}"
+    def _graph_of(self, phase: Phase) -> Graph | None:
+        """The trace that runs in a phase ("backward of net"); None for the optimizer."""
+        stage, _, name = phase.name.partition(" of ")
+        return self.labelled().get(f"{name} {stage}")
 
     def _forward_of(self, backward: Graph) -> Graph:
         return next(part.forward for part in self.parts if part.backward is backward)

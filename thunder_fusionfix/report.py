@@ -390,8 +390,8 @@ def _mark_peak(axes: Any, timeline: Timeline, colour: str, longest: int) -> None
 
 
 def _mark_bound(axes: Any, timeline: Timeline, colour: str) -> None:
-    """The lower bound as a dotted line, where there is a gap that can be seen."""
-    if timeline.lower_bound_bytes > 0.97 * timeline.peak_bytes:
+    """The lower bound as a dotted line, where there is a gap that can be seen and the bound says more than the start."""
+    if not timeline.start_bytes < timeline.lower_bound_bytes <= 0.97 * timeline.peak_bytes:
         return
     y = timeline.lower_bound_bytes / MB
     axes.axhline(y, color=colour, linewidth=1.1, linestyle=(0, (1, 2.5)), alpha=0.9)
