@@ -147,6 +147,7 @@ def main() -> None:
                 verdict, fired = compare(program, fusion_type, seed)
             except Exception as error:  # noqa: BLE001 - what Thunder cannot compile says nothing about us
                 verdict, fired = f"{type(error).__name__}: {str(error)[:90]}", Counter()
+                print("seed", seed, fusion_type, verdict, flush=True)
             verdicts[verdict] += 1
             programs.update(dict.fromkeys(fired, 1))
             if verdict == OURS_WRONG:

@@ -12,7 +12,7 @@ from strategies import random_graph
 from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Ref
 from thunder_fusionfix.normal_form import has_effect
-from thunder_fusionfix.pins import edges, is_fence
+from thunder_fusionfix.pins import edges, given_twice, is_fence
 
 SHAPE = (64,)
 
@@ -46,6 +46,20 @@ def test_value_an_op_runs_after_its_producers_only() -> None:
     graph = build.returns(build.op("prims.add", a, b, out="c", shape=SHAPE))
     assert pairs(graph, "value") == {(0, 2), (1, 2), (2, 3)}
     assert not reaches(graph, 0, 1)
+
+
+def test_value_a_name_given_again_keeps_the_readers_of_the_first() -> None:
+    """Where a trace gives a name twice, who took the first still takes the first."""
+    build = GraphBuilder()
+    x = build.arg("x", SHAPE)
+    build.op("prims.exp", x, out="a", shape=SHAPE)
+    build.op("prims.neg", Ref("a"), out="b", shape=SHAPE)
+    build.op("prims.sin", x, out="a", shape=SHAPE)
+    build.op("prims.cos", Ref("a"), out="c", shape=SHAPE)
+    graph = build.returns(Ref("b"), Ref("c"))
+    assert given_twice(graph) == ("a",)
+    assert reaches(graph, 0, 2) and reaches(graph, 1, 2) and reaches(graph, 2, 3)
+    assert given_twice(collective(overlapped=True)) == ()
 
 
 def test_memory_a_write_stays_between_the_reads_around_it() -> None:

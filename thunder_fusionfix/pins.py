@@ -3,7 +3,7 @@
 Each rule gives *edges*: pairs of positions of which the first runs before the second in the trace and in every order that may
 take its place. The rules, from what memory and state ask:
 
-- *value*: an op runs after the ops that give what it takes.
+- *value*: an op runs after the ops that give what it takes; a name that is given a second time keeps its readers.
 - *memory*: in-place writes keep their order against every other access of the memory that they may change. Reads between two
   writes are free among themselves. What comes from outside may share memory with whatever else does.
 - *effect*: random ops, writes, collectives, their waits, host syncs, prints and unknown ops keep their order among themselves,
@@ -61,17 +61,33 @@ def edges(graph: Graph, shared: Aliases) -> tuple[Edge, ...]:
 
 
 def kinds_of(op: Op) -> frozenset[Kind]:
-    """What the op and each of its finest sub-ops are; a region is what its sub-ops are."""
+    """What the op and each of its finest sub-ops are; a region, or a composite without a row, is what its sub-ops are."""
     kinds = {effect_of(leaf).kind for leaf in op.leaves}
     own = effect_of(op).kind
-    if own is not Kind.REGION:
-        kinds.add(own)
-    return frozenset(kinds)
+    return frozenset(kinds if own in (Kind.REGION, Kind.BARRIER) else kinds | {own})
 
 
 def is_fence(op: Op) -> bool:
     """True for an op that nothing may pass: unknown, a region that does not show its sub-ops, or a statement of the trace."""
     return _is_fence(kinds_of(op))
+
+
+def given_twice(graph: Graph) -> tuple[str, ...]:
+    """Names that more than one op gives, in order; Thunder makes such traces where it computes a value of two fusions again.
+
+    >>> from thunder_fusionfix.model import Ref
+    >>> first, second = (Op(op_id, (Ref("x"),), Ref("y")) for op_id in ("prims.neg", "prims.exp"))
+    >>> given_twice(Graph("f", "inference", ("x",), (first, second), {}))
+    ('y',)
+    """
+    seen: set[str] = set()
+    repeated: dict[str, None] = {}
+    for op in graph.ops:
+        for name in op.outputs:
+            if name in seen:
+                repeated[name] = None
+            seen.add(name)
+    return tuple(repeated)
 
 
 _HARMLESS = PURE | {Kind.BOOKKEEPING}
@@ -107,12 +123,22 @@ class _Trace:
 
 
 def _values(trace: _Trace) -> Iterator[tuple[int, int]]:
-    producer, ops = trace.graph.producer, trace.graph.ops
+    ops = trace.graph.ops
+    repeated = set(given_twice(trace.graph))
+    given: dict[str, int] = {}  # name to the op that gave it last
+    readers: dict[str, list[int]] = {}  # of a repeated name, since then
     for pos in trace.kinds:
         for name in ops[pos].inputs:
-            made = producer.get(name, pos)
-            if made < pos:
-                yield made, pos
+            if name in given:
+                yield given[name], pos
+            if name in repeated:
+                readers.setdefault(name, []).append(pos)
+        for name in ops[pos].outputs:
+            if name in repeated:
+                for before in (*readers.pop(name, ()), given.get(name, pos)):
+                    if before != pos:
+                        yield before, pos
+            given[name] = pos
 
 
 def _memory(trace: _Trace) -> Iterator[tuple[int, int]]:

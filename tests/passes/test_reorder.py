@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from dags import UNIT
 from helpers import GraphBuilder
@@ -125,6 +127,15 @@ def test_plan_returned_tensors_are_never_called_free() -> None:
     plan = plan_reorder(Facts(graph))
     assert plan.order == (1, 2, 0, 3)
     assert Ref("result") in graph.ops[-1].args
+
+
+def test_trace_that_gives_a_name_twice_is_left_alone() -> None:
+    """Thunder makes such traces; no plan is made for one, and the reason names the name."""
+    graph = towers(4)
+    again = replace(graph.ops[0], output=graph.ops[0].output)
+    plan = plan_reorder(Facts(replace(graph, ops=(graph.ops[0], again, *graph.ops[1:]))))
+    assert plan.is_empty
+    assert "gives a0 twice" in plan.decisions[0].reason
 
 
 # ---------------------------------------------------------------- real programs

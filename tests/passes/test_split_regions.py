@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 from dags import UNIT, merged, random_dag
@@ -262,6 +263,15 @@ def test_random_merges_are_taken_apart() -> None:
     assert len(closed) > 25
     assert statistics.median(closed) >= 0.8
     assert min(closed) >= 0
+
+
+def test_trace_that_gives_a_name_twice_is_left_alone() -> None:
+    """Thunder makes such traces; no plan is made for one, and the reason names the name."""
+    graph = towers(4)
+    again = replace(graph.ops[0], output=graph.ops[0].output)
+    plan = plan_split_regions(Facts(replace(graph, ops=(graph.ops[0], again, *graph.ops[1:]))))
+    assert plan.is_empty
+    assert "gives a0 twice" in plan.decisions[0].reason
 
 
 # ---------------------------------------------------------------- real programs

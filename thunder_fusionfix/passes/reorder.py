@@ -30,7 +30,7 @@ from collections.abc import Iterator, Sequence
 
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Plan
-from thunder_fusionfix.pins import edges
+from thunder_fusionfix.pins import edges, given_twice
 from thunder_fusionfix.schedule import Schedule, schedule
 from thunder_fusionfix.simulate import Prices
 
@@ -45,6 +45,10 @@ def plan_reorder(facts: Facts, fuel: int | None = None) -> Plan:
         facts: the trace and what is known of it.
         fuel: at most this many ops move; None for no limit.
     """
+    repeated = given_twice(facts.graph)
+    if repeated:
+        reason = f"the trace gives {repeated[0]} twice: which of the two an op takes is then a matter of order"
+        return Plan(decisions=(Decision(NAME, 0, facts.graph.name, "the order stays", reason, False),))
     prices = facts.prices
     found = schedule(facts.graph, prices, fuel)
     left = tuple(_what_stays(prices, found))

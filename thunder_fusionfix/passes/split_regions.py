@@ -41,6 +41,7 @@ from thunder_fusionfix.effects import effect_of
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Graph, Op, Part, Plan, RegionEdit
 from thunder_fusionfix.normal_form import has_effect
+from thunder_fusionfix.pins import given_twice
 from thunder_fusionfix.schedule import Order, Problem, quick_order, schedule
 from thunder_fusionfix.simulate import Prices
 
@@ -65,6 +66,10 @@ def plan_split_regions(facts: Facts, fuel: int | None = None) -> Plan:
         facts: the trace and what is known of it.
         fuel: at most this many regions are cut; None for no limit.
     """
+    repeated = given_twice(facts.graph)
+    if repeated:
+        reason = f"the trace gives {repeated[0]} twice: pieces and their names could not be told apart"
+        return Plan(decisions=(Decision(NAME, 0, facts.graph.name, "all regions stay whole", reason, False),))
     start = best = Cut(facts, {pos: Region(pos, op) for pos, op in enumerate(facts.graph.ops) if op.is_fusion}, {})
     rounds = max(2, WHAT_IF_OPS // (len(facts.prices.steps) or 1))
     seen: set[tuple[RegionEdit, ...]] = {()}
