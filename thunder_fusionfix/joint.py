@@ -19,7 +19,7 @@ A `JointPlan` has five kinds of edit, each for the trace that it was made from a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -121,6 +121,40 @@ def effects_of(op: Op) -> tuple[Effect, ...]:
 def is_layout_chain(op: Op) -> bool:
     """True where ``op`` and all that it is made of only rearrange."""
     return all(effect.kind is Kind.LAYOUT for effect in effects_of(op))
+
+
+def equal_values(graph: Graph, may: Callable[[Site, Op], bool]) -> Mapping[str, str]:
+    """For each value that equals an earlier one, the first of them: the same op of the same values. Later passes merge them.
+
+    Args:
+        graph: a joint trace.
+        may: which ops to look at; pure ones.
+    """
+    first: dict[str, str] = {}
+    known: dict[str, tuple[str, ...]] = {}
+    given: set[str] = set()
+    for site, op in sites(graph):
+        if may(site, op) and given.isdisjoint(op.outputs):
+            names = tuple(first.get(name, name) for name in op.inputs)
+            before = known.setdefault(_spelling(op, names), op.outputs)
+            first.update((name, other) for name, other in zip(op.outputs, before) if name != other)
+        given.update(op.outputs)
+    return first
+
+
+def _spelling(op: Op, names: tuple[str, ...]) -> str:
+    """A text equal for ops that compute the same of the values ``names``."""
+    numbered = {name: Ref(str(index)) for index, name in enumerate(op.inputs)}
+    kwargs = tuple((key, _renamed(arg, numbered)) for key, arg in op.kwargs)
+    return repr((op.id, names, _renamed(op.args, numbered), kwargs))
+
+
+def _renamed(arg: Arg, names: Mapping[str, Ref]) -> Arg:
+    if isinstance(arg, Ref):
+        return names[arg.name]
+    if isinstance(arg, tuple):
+        return tuple(_renamed(item, names) for item in arg)
+    return Struct(tuple((key, _renamed(item, names)) for key, item in arg.items)) if isinstance(arg, Struct) else arg
 
 
 def opened(graph: Graph) -> Graph:

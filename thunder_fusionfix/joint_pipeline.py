@@ -62,14 +62,12 @@ def fix_joint(trace: TraceCtx, entry: Entry) -> tuple[TraceCtx, JointReport]:
 def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, JointReport]:
     graph = read(trace)
     folds = plan_fold_matmuls(graph)
-    if graph.stage != "joint":
-        return trace, replace(_nothing(graph.stage, started, None), decisions=folds)
     dry_started = time.perf_counter()
     facts = JointFacts(graph, *_dry_run(trace, graph, entry.later))
     dry_run_seconds = time.perf_counter() - dry_started
 
     plan = _plan(facts, entry)
-    saved = facts.saved_bytes
+    saved = facts.saved_bytes if graph.stage == "joint" else 0
     new_trace, kept_input = trace, None
     if not plan.is_empty:
         applied = sum(decision.applied for decision in plan.decisions)
@@ -81,7 +79,7 @@ def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, Joint
         decisions = tuple(replace(one, applied=False, reason=f"undone: {kept_input}") for one in decisions)
     won = sum(decision.bytes_won for decision in decisions if decision.applied)
     seconds = time.perf_counter() - started
-    report = JointReport("joint", saved, saved - won, folds + decisions, seconds, dry_run_seconds, kept_input)
+    report = JointReport(graph.stage, saved, saved - won, folds + decisions, seconds, dry_run_seconds, kept_input)
     return new_trace, report
 
 
@@ -102,7 +100,8 @@ def _dry_run(trace: TraceCtx, graph: Graph, later: Sequence[FusionExecutor]) -> 
 def _plan(facts: JointFacts, entry: Entry) -> JointPlan:
     """What both joint passes want; the layouts that one rebuilds are not the other's to claim."""
     config, fuel = entry.config, entry.fuel
-    plan = plan_recompute_cheap(facts, config, fuel) if config.recompute_cheap else JointPlan()
+    has_backward = facts.joint.stage == "joint"
+    plan = plan_recompute_cheap(facts, config, fuel) if config.recompute_cheap and has_backward else JointPlan()
     if config.claim_layouts:
         left = None if fuel is None else fuel - sum(decision.applied for decision in plan.decisions)
         claimed = plan_claim_layouts(facts, plan, left)
@@ -120,6 +119,8 @@ def _why_not(facts: JointFacts, new: Graph, config: FusionFixConfig) -> str | No
     try:
         if config.verify:
             verify(facts.joint, new, _allowed(facts.joint, new))
+        if new.stage != "joint":
+            return None
         late = {name for pos in facts.before.backward for name in facts.joint.ops[pos].outputs}
         early = sorted(late.intersection(split(new).available))
         if early:

@@ -111,7 +111,8 @@ def has_effect(op: Op) -> bool:
     """True where ``op``, or for a region something in it, does more than compute its outputs, or is not known."""
     if op.is_fusion:
         return any(has_effect(subop) for subop in op.subops) or not op.subops
-    if effect_of(op).kind not in _HARMLESS:
+    kind = effect_of(op).kind
+    if kind not in _HARMLESS and not (kind is Kind.BARRIER and op.subops):  # what a composite without a row does, its parts say
         return True
     return any(effect_of(leaf).kind not in _HARMLESS for leaf in op.leaves) if op.subops else False
 

@@ -21,11 +21,11 @@ the layout, and where: right before the first op that takes it, so that no run o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from thunder_fusionfix.joint import FIXED, Insert, JointFacts, JointPlan, Moved, is_layout_chain
+from thunder_fusionfix.joint import FIXED, Insert, JointFacts, JointPlan, Moved, equal_values, is_layout_chain
 from thunder_fusionfix.model import Decision, Graph, Op
 
 NAME = "claim_layouts"
@@ -35,10 +35,9 @@ def plan_claim_layouts(facts: JointFacts, other: JointPlan, fuel: int | None = N
     """Which layouts to bind for torch; at most ``fuel`` of them, and none that ``other`` moves or renames."""
     finder = _Finder(facts, other)
     claims = finder.claims()[:fuel]
-    moved = tuple(Insert(finder.target(pos, claims), Moved(pos)) for pos in claims if finder.target(pos, claims) != pos + 1)
     left = finder.left_to_torch() if other.inserts else []
     decisions = tuple(finder.decision(pos) for pos in claims)
-    return JointPlan(inserts=moved, claims=tuple(sorted({*claims, *left})), decisions=decisions)
+    return JointPlan(tuple(finder.moves(claims)), claims=tuple(sorted({*claims, *left})), decisions=decisions)
 
 
 def passengers(region: Op) -> Iterator[Op]:
@@ -71,32 +70,59 @@ def passengers(region: Op) -> Iterator[Op]:
 
 
 def passengers_of(graph: Graph) -> Mapping[str, str]:
-    """Every value of ``graph`` that a fusion region of nvFuser's carries, and the region."""
-    return {
-        name: op.id
-        for op in graph.ops
-        if op.is_fusion and op.id.startswith("nvFusion")
-        for carried in passengers(op)
-        for name in carried.outputs
-    }
+    """Every value of ``graph`` that a region of nvFuser's carries for ops outside of regions alone, and the region.
+
+    A value that another region takes only to carry it on counts too.
+    """
+    regions = [op for op in graph.ops if op.is_fusion and op.id.startswith("nvFusion")]
+    candidates = [(region.id, op) for region in regions for op in passengers(region)]
+    found: dict[str, str] = {}
+    while True:
+        new = {
+            name: region
+            for region, op in candidates
+            if not any(_feeds_fusion(graph, name, found) for name in op.outputs)
+            for name in op.outputs
+            if name not in found
+        }
+        if not new:
+            return found
+        found.update(new)
+
+
+def _feeds_fusion(graph: Graph, name: str, carried: Mapping[str, str]) -> bool:
+    """True where a region computes with ``name``: it takes it for more than values that are ``carried``."""
+    regions = (graph.ops[user] for user in graph.consumers.get(name, ()) if graph.ops[user].is_fusion)
+    return any(
+        not region.subops or any(name in op.inputs and not set(op.outputs) <= carried.keys() for op in region.subops)
+        for region in regions
+    )
 
 
 @dataclass
 class _Finder:
-    """Finds the passengers that may be claimed."""
+    """Finds the layouts that torch should run."""
 
     facts: JointFacts
     other: JointPlan
 
+    @cached_property
+    def carried(self) -> Mapping[str, str]:
+        """Passengers of the dry run and what equals them: a fusion pass merges equal ops, and would carry the one left over."""
+        found = passengers_of(self.facts.fused)
+        first = equal_values(self.facts.joint, lambda site, op: site.sub < 0 and is_layout_chain(op))
+        regions = {first.get(name, name): region for name, region in found.items()}
+        equals = {name: regions[same] for name, same in first.items() if same in regions}
+        return {**regions, **equals, **found}
+
     def claims(self) -> list[int]:
-        carried = passengers_of(self.facts.fused)
+        """Passengers that torch may run."""
         return [
             pos
             for pos, op in enumerate(self.facts.joint.ops)
-            if len(op.outputs) == 1
-            and op.outputs[0] in carried
+            if not self.carried.keys().isdisjoint(op.outputs)
             and self.may_bind(pos, op)
-            and self.feeds_no_fusion(op)
+            and not any(_feeds_fusion(self.facts.fused, name, self.carried) for name in op.outputs)
         ]
 
     def left_to_torch(self) -> list[int]:
@@ -113,32 +139,48 @@ class _Finder:
         ]
 
     def may_bind(self, pos: int, op: Op) -> bool:
-        """True for a layout that torch may run where it stands."""
+        """True for a layout that torch may run where it stands: nothing is known to write to what it sees."""
         if op.is_fusion or op.tags & FIXED or pos in self.touched or not is_layout_chain(op):
             return False
-        return not any(self.is_written(name) for name in (*op.inputs, *op.outputs))
+        shared = self.facts.aliases
+        return not any(shared.storage_of.get(name) in self.written for name in (*op.inputs, *op.outputs))
 
-    def feeds_no_fusion(self, op: Op) -> bool:
-        fused = self.facts.fused
-        return not any(fused.ops[user].is_fusion for name in op.outputs for user in fused.consumers.get(name, ()))
+    def may_move(self, op: Op) -> bool:
+        """True where nothing may write to what the layout ``op`` sees, so that it may run later."""
+        shared = self.facts.aliases
+        return not any(name in shared.storage_of and shared.is_written(name) for name in (*op.inputs, *op.outputs))
+
+    @cached_property
+    def written(self) -> frozenset[int]:
+        """Storages that an op writes, or may write for all that is known of it."""
+        shared = self.facts.aliases
+        return frozenset(
+            shared.storage_of[access.name]
+            for accesses in shared.accesses.values()
+            for access in accesses
+            if access.writes
+        )
 
     @cached_property
     def touched(self) -> frozenset[int]:
         moved = {insert.what.pos for insert in self.other.inserts if isinstance(insert.what, Moved)}
         return frozenset(moved)
 
-    def is_written(self, name: str) -> bool:
-        shared = self.facts.aliases
-        return name in shared.storage_of and shared.is_written(name)
+    def moves(self, claims: Sequence[int]) -> Iterator[Insert]:
+        """Each claimed op right before the first op that takes its result, so that no run of fusible ops is cut in two."""
+        moving = frozenset(pos for pos in claims if self.may_move(self.facts.joint.ops[pos]))
+        for pos in sorted(moving):
+            yield Insert(self.target(pos, moving), Moved(pos))
 
-    def target(self, pos: int, claims: list[int]) -> int:
-        """Where the claimed op at ``pos`` goes: before the first op that takes its result, claimed ones followed."""
-        users = [user for user in self.facts.joint.consumers.get(self.facts.joint.ops[pos].outputs[0], ()) if user != pos]
-        return min((self.target(user, claims) if user in claims else user for user in users), default=pos + 1)
+    def target(self, pos: int, moving: frozenset[int]) -> int:
+        """The first op that stays and takes what the op at ``pos`` gives, through others that move."""
+        consumers = self.facts.joint.consumers
+        users = {user for name in self.facts.joint.ops[pos].outputs for user in consumers.get(name, ()) if user != pos}
+        return min((self.target(user, moving) if user in moving else user for user in users), default=pos + 1)
 
     def decision(self, pos: int) -> Decision:
         op = self.facts.joint.ops[pos]
-        name = op.outputs[0]
-        region = passengers_of(self.facts.fused)[name]
+        name = next(name for name in op.outputs if name in self.carried)
+        region = self.carried[name]
         what = f"{op.id} of {op.inputs[0] if op.inputs else name} is left to torch"
         return Decision(NAME, pos, region, what, f"{region} would carry {name} and compute nothing with it", True)

@@ -44,13 +44,13 @@ from thunder_fusionfix.joint import (
     Moved,
     Site,
     effects_of,
+    equal_values,
     is_layout_chain,
     joint_result,
     op_at,
-    sites,
 )
 from thunder_fusionfix.mincut import INFINITE, min_cut
-from thunder_fusionfix.model import Arg, Decision, Op, Ref, Struct, refs
+from thunder_fusionfix.model import Decision, Op, refs
 
 NAME = "recompute_cheap"
 
@@ -161,15 +161,7 @@ class _Search:
     @cached_property
     def same(self) -> Mapping[str, str]:
         """The first of the values that are equal to each, where it is not the value itself."""
-        first: dict[str, str] = {}
-        known: dict[str, tuple[str, ...]] = {}
-        for site, op in sites(self.facts.joint):
-            if site.pos not in self.forward or not _is_cheap(op) or any(name in first for name in op.outputs):
-                continue
-            names = tuple(first.get(name, name) for name in op.inputs)
-            before = known.setdefault(_spelling(op, names), op.outputs)
-            first.update((name, other) for name, other in zip(op.outputs, before) if name != other)
-        return first
+        return equal_values(self.facts.joint, lambda site, op: site.pos in self.forward and _is_cheap(op))
 
     def rep(self, name: str) -> str:
         return self.same.get(name, name)
@@ -393,20 +385,6 @@ class _Search:
 def _is_cheap(op: Op) -> bool:
     """True for a pure op that is worth doing again rather than keeping its output."""
     return not op.is_fusion and not op.tags & FIXED and all(effect.is_pure and effect.cheap for effect in effects_of(op))
-
-
-def _spelling(op: Op, names: tuple[str, ...]) -> str:
-    """A text equal for ops that compute the same of the values ``names``."""
-    numbered = {name: Ref(str(index)) for index, name in enumerate(op.inputs)}
-    return repr((op.id, names, _renamed(op.args, numbered), tuple((key, _renamed(arg, numbered)) for key, arg in op.kwargs)))
-
-
-def _renamed(arg: Arg, names: Mapping[str, Ref]) -> Arg:
-    if isinstance(arg, Ref):
-        return names[arg.name]
-    if isinstance(arg, tuple):
-        return tuple(_renamed(item, names) for item in arg)
-    return Struct(tuple((key, _renamed(item, names)) for key, item in arg.items)) if isinstance(arg, Struct) else arg
 
 
 # ---------------------------------------------------------------- the plan
