@@ -517,7 +517,7 @@ def settle(problem: Problem, order: Order, peak: int, most_moves: int | None = N
     """
     moved = moved_of(order)
     anchors = _anchors(order, set(moved))
-    trials = max(8, SETTLE_VISITS // max(1, len(problem)))
+    trials = max(4, SETTLE_VISITS // max(1, len(problem)))
     back: set[int] = set()  # steps that return to their place
     kept_moves: Order = []
     chunks = [moved[middle:] for middle in (len(moved) // 2,)] + [moved[: len(moved) // 2]]

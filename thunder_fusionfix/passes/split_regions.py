@@ -50,8 +50,8 @@ COMPILERS = ("nvFusion", "TorchCompile")  # whose regions can be fused again in 
 CHEAP_OPS = 8  # most sub-ops that are done again for one value rather than keeping its users in one piece
 # A launch costs up to 30 us of host time. It has to lower the peak by this share of it, and by the option `split_min_bytes`.
 LAUNCH_SHARE = 1 / 1000
-ROUNDS = 8  # times that the peak is looked at anew after cuts
-WHAT_IF_OPS = 20_000  # and not more often than this many ops allow: one look at 10,000 ops takes about a second
+ROUNDS = 8  # times that the peak is looked at anew after cuts, for each of the two ways to cut
+WHAT_IF_OPS = 12_000  # and not more often than this many ops allow: one look at 10,000 ops takes about a second
 FRUITLESS_ROUNDS = 2  # of them in a row that do not lower it: two regions may have to be cut before it falls
 EXPLAINED = 5  # regions whose staying whole gets a reason
 JOIN_VISITS = 400_000  # orders that are priced to join pieces, times the length of the trace; about a second
@@ -71,10 +71,10 @@ def plan_split_regions(facts: Facts, fuel: int | None = None) -> Plan:
         reason = f"the trace gives {repeated[0]} twice: pieces and their names could not be told apart"
         return Plan(decisions=(Decision(NAME, 0, facts.graph.name, "all regions stay whole", reason, False),))
     start = best = Cut(facts, {pos: Region(pos, op) for pos, op in enumerate(facts.graph.ops) if op.is_fusion}, {})
-    rounds = max(2, WHAT_IF_OPS // (len(facts.prices.steps) or 1))
+    looks = max(1, WHAT_IF_OPS // (len(facts.prices.steps) or 1))
     seen: set[tuple[RegionEdit, ...]] = {()}
     for recompute in (True, False):
-        fine = _cut_finely(start, recompute, min(rounds, ROUNDS), seen)
+        fine = _cut_finely(start, recompute, looks, seen)
         if fine is not start:
             best = min(best, fine, _joined(fine), key=lambda cut: cut.cost)
     best = best.limited(fuel)
@@ -315,25 +315,25 @@ class Cut:
         return found
 
 
-def _cut_finely(start: Cut, recompute: bool, rounds: int, seen: set[tuple[RegionEdit, ...]]) -> Cut:
+def _cut_finely(start: Cut, recompute: bool, looks: int, seen: set[tuple[RegionEdit, ...]]) -> Cut:
     """The regions that hold memory at the peak cut as finely as may be, as long as the peak falls.
 
     Args:
         start: the trace without cuts.
         recompute: see `Region.finest`.
-        rounds: how often the peak may be looked at anew.
+        looks: how many cuts may be priced in all, those in ``seen`` included.
         seen: cuts that need not be priced again; those that are priced here come in.
     """
     best = current = start
     fruitless = 0
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         finest = {
             pos: current.regions[pos].finest(recompute)
             for pos, held_bytes in current.holding.items()
             if held_bytes > current.launch_bytes
         }
         current = start.with_pieces({**current.pieces, **finest}, recompute)
-        if current.edits in seen:
+        if current.edits in seen or len(seen) > looks:
             break
         seen.add(current.edits)
         fruitless = 0 if current.peak < best.peak else fruitless + 1
