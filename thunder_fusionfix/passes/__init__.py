@@ -31,7 +31,9 @@ class Pass:
         clones = {
             name
             for edit in plan.regions
-            for item, count in Counter(item for part in edit.parts for item in part.body if isinstance(item, int)).items()
+            for item, count in Counter(
+                item for part in edit.parts for item in part.body if isinstance(item, int)
+            ).items()
             if count > 1
             for name in graph.ops[edit.pos].subops[item].outputs
         }
