@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-
 from thunder.core import prims
 from thunder.core.codeutils import SigInfo
 from thunder.core.trace import TraceCtx, tracectx
