@@ -42,5 +42,6 @@ def main() -> None:
     out.write_text(json.dumps(record))
 
 
-main()
-os._exit(0)
+if __name__ == "__main__":
+    main()
+    os._exit(0)
