@@ -62,6 +62,19 @@ def test_value_a_name_given_again_keeps_the_readers_of_the_first() -> None:
     assert given_twice(collective(overlapped=True)) == ()
 
 
+def test_value_a_region_that_gives_back_its_input_makes_nothing() -> None:
+    """Such a region is one reader more; others of the same tensor may run before or after it."""
+    build = GraphBuilder()
+    x = build.arg("x", SHAPE)
+    a = build.op("prims.exp", x, out="a", shape=SHAPE)
+    build.region("nvFusion0", [a], [Ref("a"), Ref("b")], lambda: build.op("prims.neg", a, out="b", shape=SHAPE))
+    build.op("prims.cos", a, out="c", shape=SHAPE)
+    graph = build.returns(Ref("b"), Ref("c"))
+    assert given_twice(graph) == ()
+    assert reaches(graph, 0, 1) and reaches(graph, 0, 2)
+    assert not reaches(graph, 1, 2)
+
+
 def test_memory_a_write_stays_between_the_reads_around_it() -> None:
     """Reads before a write stay before it, also through a view, and reads after it after; two reads are free."""
     build = GraphBuilder()

@@ -73,7 +73,9 @@ def is_fence(op: Op) -> bool:
 
 
 def given_twice(graph: Graph) -> tuple[str, ...]:
-    """Names that more than one op gives, in order; Thunder makes such traces where it computes a value of two fusions again.
+    """Names that more than one op makes, in order; Thunder does so where two fusions need one value after a write.
+
+    An op that gives back what it takes makes nothing.
 
     >>> from thunder_fusionfix.model import Ref
     >>> first, second = (Op(op_id, (Ref("x"),), Ref("y")) for op_id in ("prims.neg", "prims.exp"))
@@ -84,7 +86,7 @@ def given_twice(graph: Graph) -> tuple[str, ...]:
     repeated: dict[str, None] = {}
     for op in graph.ops:
         for name in op.outputs:
-            if name in seen:
+            if name in seen and name not in op.inputs:
                 repeated[name] = None
             seen.add(name)
     return tuple(repeated)
@@ -134,6 +136,8 @@ def _values(trace: _Trace) -> Iterator[tuple[int, int]]:
             if name in repeated:
                 readers.setdefault(name, []).append(pos)
         for name in ops[pos].outputs:
+            if name in ops[pos].inputs:
+                continue  # given back, not given anew
             if name in repeated:
                 for before in (*readers.pop(name, ()), given.get(name, pos)):
                     if before != pos:
