@@ -111,8 +111,10 @@ _COMPUTE = _names(
 _RANDOM = _names(
     "uniform randint randn rand multinomial get_and_update_rng_state get_rng_state set_rng_state get_rng_state_prim_impl "
     "set_rng_state_prim_impl unpack_rng_state_prim_impl pack_rng_state_prim_impl unpack_rng_state pack_rng_state dropout "
-    "uniform_like bernoulli exponential "
-    # Thunder's attention executors; the flash one carries the name of the other after its prefix
+    "uniform_like bernoulli exponential"
+)
+# Thunder's attention executors; the flash one carries the name of the other after its prefix. Random where they drop out.
+_ATTENTION_FORWARD = _names(
     "sdpaex_grad_forward_scaled_dot_product_efficient_attention sdpafx_grad_forward_scaled_dot_product_efficient_attention "
     "cudnn_sdpa_fwd"
 )
@@ -149,7 +151,7 @@ _TABLE: dict[str, Effect] = {
     **{name: Effect(Kind.MOVE) for name in _MOVES},
     **{name: Effect(Kind.FACTORY, cheap=True) for name in _FACTORIES},
     **{name: Effect(Kind.COMPUTE) for name in _COMPUTE},
-    **{name: Effect(Kind.RANDOM) for name in _RANDOM},
+    **{name: Effect(Kind.RANDOM) for name in (*_RANDOM, *_ATTENTION_FORWARD)},
     **{name: Effect(Kind.COLLECTIVE) for name in _COLLECTIVES},
     "getitem": Effect(Kind.MOVE, Copies.MAYBE),  # a view of slices, a copy of what index tensors choose
     "__getitem__": Effect(Kind.MOVE, Copies.MAYBE),
@@ -187,8 +189,28 @@ def effect_of(op: Op) -> Effect:
 
     >>> [effect_of(Op(i, ())).kind.value for i in ("torch.add", "torch.ops.aten.add", "torch.ops.mylib.add", "mylib.add")]
     ['pointwise', 'pointwise', 'barrier', 'barrier']
+
+    An attention whose dropout is zero draws nothing:
+
+    >>> from thunder_fusionfix.model import Ref
+    >>> attention = [Op("cudnn_sdpa_fwd", (Ref("q"), Ref("k"), Ref("v"), None, dropout, True)) for dropout in (0.0, 0.1)]
+    >>> [effect_of(op).kind.value for op in attention]
+    ['compute', 'random']
     """
-    return REGION if op.is_fusion else _effect_of_id(op.id)
+    if op.is_fusion:
+        return REGION
+    effect = _effect_of_id(op.id)
+    return _COMPUTES if effect.kind is Kind.RANDOM and _has_zero_dropout(op) else effect
+
+
+_COMPUTES = Effect(Kind.COMPUTE)
+
+
+def _has_zero_dropout(op: Op) -> bool:
+    """True for an attention forward whose dropout, the one float after query, key and value, is printed as zero."""
+    if short_name(op.id) not in _ATTENTION_FORWARD:
+        return False
+    return [arg for arg in op.args[3:] if isinstance(arg, float)] == [0.0]
 
 
 @cache
