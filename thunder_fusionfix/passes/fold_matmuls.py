@@ -298,26 +298,33 @@ def _left_to_aten(x: torch.Tensor) -> bool:
 
 
 def plan_fold_matmuls(graph: Graph) -> tuple[Decision, ...]:
-    """What was claimed, and why it may be slow without: one decision per claimed operator of ``graph``."""
+    """What was claimed, and why it may be slow without: one decision for the products of ``graph`` that share a reason."""
+    by_reason: dict[str, list[int]] = {}
+    for pos, op in enumerate(graph.ops):
+        if short_name(op.id) in (LINEAR, MATMUL):
+            by_reason.setdefault(_why(op.inputs, graph), []).append(pos)
     return tuple(
-        Decision(NAME, pos, op.id, _what(op.inputs, graph), _why(op.inputs, graph), applied=True)
-        for pos, op in enumerate(graph.ops)
-        if short_name(op.id) in (LINEAR, MATMUL)
+        Decision(NAME, found[0], graph.ops[found[0]].id, _what(found, graph), why, applied=True)
+        for why, found in by_reason.items()
     )
 
 
-def _what(names: tuple[str, ...], graph: Graph) -> str:
-    return "chosen at run time: " + " @ ".join(f"{name}{list(graph.values[name].shape or ())}" for name in names[:2])
+def _what(found: list[int], graph: Graph) -> str:
+    """How many products, and the first few."""
+    shapes = [
+        " @ ".join(str(list(graph.values[name].shape or ())) for name in graph.ops[pos].inputs[:2]) for pos in found
+    ]
+    distinct = list(dict.fromkeys(shapes))
+    more = f" and {len(distinct) - 3} more" if len(distinct) > 3 else ""
+    return f"{len(found)} product(s) choose their kernel at run time: {', '.join(distinct[:3])}{more}"
 
 
 def _why(names: tuple[str, ...], graph: Graph) -> str:
     matrix = next((name for name in names if len(graph.values[name].shape or ()) == 2), None)
-    if matrix is None:
-        return "an N-D tensor meets a 2-D one"
-    if matrix in graph.producer:
-        made_by = graph.ops[graph.producer[matrix]].id
-        return f"{matrix} is made by {made_by} and never requires grad: ATen would not fold a tensor with gaps"
-    return f"{matrix} is an argument: ATen folds it only if it requires grad, and then copies whatever the strides"
+    if matrix is not None and matrix in graph.producer:
+        made_by = short_name(graph.ops[graph.producer[matrix]].id)
+        return f"the 2-D tensor is made by {made_by} and never requires grad: ATen folds no tensor with gaps"
+    return "the 2-D tensor is an argument: ATen folds if it requires grad, whatever the copy costs, and else not"
 
 
 def worst_copy_bytes(value: Value, copy_limit: int) -> int:
