@@ -59,10 +59,15 @@ from thunder_fusionfix.layout import (
 )
 from thunder_fusionfix.lift import Lifted, lift
 from thunder_fusionfix.model import DEL, Arg, Decision, Graph, NewOp, Op, Part, Placed, Plan, Ref, RegionEdit, Value
+from thunder_fusionfix.segments import temporaries_of
 
 NAME = "unfuse_layouts"
 CAST = "prims.convert_element_type"
 PAD = "prims.pad"
+
+# Bytes. nvFuser 0.2.36 fails to compile a loss over two sequences that cuts its labels inside the fusion (an assert in its
+# val_graph.cpp), so a small copy is made outside even where it would cost nothing inside.
+SMALL_COPY = 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +184,8 @@ class _Rewrite:
         self.items: list[int | NewOp] = list(range(len(self.subops)))  # how to make each of the sub-ops
         self.trailing: list[Placed] = []  # reshapes of carried outputs, after all else
         self.is_nvfuser = self.op.id.startswith("nvFusion")
+        temporaries = temporaries_of(self.op, self.values, self.strides)
+        self.written_inside = {boundary.name: boundary.nbytes for boundary in temporaries.boundaries}
         self._index()
 
     def _index(self) -> None:
@@ -361,22 +368,22 @@ class _Rewrite:
         shape = self._shape(value.source)
         if prod(shape) == 0 or prod(self._shape(name)) == 0:
             return "no elements: nothing to win", 0, False
-        boundaries = [
-            self.values[self.subops[index].outputs[0]].nbytes or 0
+        rearranged = [
+            self.subops[index].outputs[0]
             for index in value.path
             if isinstance(layout_of(self.subops[index], self.values), (Reshape, Contiguous))
         ]
-        copied = 0
+        # the most that nvFuser can write here, a tensor for each of them, and what it is known to write
+        at_most = sum(self.values[made].nbytes or 0 for made in rearranged)
+        made = {output for index in value.path for output in self.subops[index].outputs}
+        written = sum(nbytes for boundary, nbytes in self.written_inside.items() if boundary in made)
         steps = list(_walk(prefix, shape, self.strides.get(value.source)))
-        if any(viewed is not Viewed.YES for _, viewed in steps):
-            copied = prod(steps[-1][0]) * (self.values[value.source].itemsize or 0)
-        won = sum(boundaries) - copied
-        if copied and won <= 0:
-            return f"outside it may copy {copied} bytes and saves {sum(boundaries)}", won, False
-        if not copied:
-            return "a view of the stored tensor outside", won, True
+        if all(viewed is Viewed.YES for _, viewed in steps):
+            return "a view of the stored tensor outside", written, True
+        copied = prod(steps[-1][0]) * (self.values[value.source].itemsize or 0)
         known = "copies" if any(viewed is Viewed.NO for _, viewed in steps) else "may copy"
-        return f"outside it {known} {copied} bytes in the stored dtype; inside it costs {sum(boundaries)}", won, True
+        reason = f"outside it {known} {copied} bytes in the stored dtype; inside nvFuser writes {written} to {at_most}"
+        return reason, written - copied, at_most > copied and (written > copied or copied <= SMALL_COPY)
 
     def _hoist_one(self, name: str, value: Derived, prefix: tuple[Layout, ...]) -> None:
         # layouts from the first expand on stay inside, on top of the casts; an order of memory has no meaning there
