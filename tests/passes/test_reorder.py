@@ -170,7 +170,7 @@ def test_checkpointed_blocks_are_recomputed_one_by_one() -> None:
     act_bytes = 4096 * 1024 * 4
     assert backward.before.peak_bytes > 4 * act_bytes
     assert backward.after.peak_bytes < 3.5 * act_bytes
-    assert sum(decision.pass_name == "reorder" and decision.applied for decision in backward.decisions) > 4
+    assert sum(decision.pass_name == "reorder" and decision.applied for decision in backward.decisions) >= 3
     assert backward.kept_input is None
 
 

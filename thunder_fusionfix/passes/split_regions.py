@@ -42,7 +42,7 @@ from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Graph, Op, Part, Plan, RegionEdit
 from thunder_fusionfix.normal_form import has_effect
 from thunder_fusionfix.pins import given_twice
-from thunder_fusionfix.schedule import Order, Problem, quick_order, schedule
+from thunder_fusionfix.schedule import Order, Problem, quick_order, schedule, settle
 from thunder_fusionfix.simulate import Prices
 
 NAME = "split_regions"
@@ -349,32 +349,51 @@ def _cut_finely(start: Cut, recompute: bool, looks: int, seen: set[tuple[RegionE
 def _joined(cut: Cut) -> Cut:
     """``cut`` with pieces of one region joined where that costs less than the launch that it saves.
 
-    Works on the order of the pieces: two that are joined run one right after the other.
+    Works on the order of the pieces: two that are joined run one right after the other. Pieces that have not moved do so.
     """
-    problem, order, peak = cut.problem, cut.order, cut.peak
+    problem, peak = cut.problem, cut.peak
+    order = settle(problem, cut.order, peak)
     step_at = {pos: step for step, pos in enumerate(problem.steps)}
     trials = JOIN_VISITS // max(1, len(problem))
     joined: dict[int, Pieces] = {}
+    groups: list[list[int]] = []  # steps that are one launch from now on, of all regions
     for pos, pieces in cut.pieces.items():
-        step_of = {piece: step_at[cut.graph.producer[piece[0]]] for piece in pieces}
+        piece_of = {step_at[cut.graph.producer[piece[0]]]: piece for piece in pieces}
         index = {step: at for at, step in enumerate(order)}
-        first, *rest = sorted(pieces, key=lambda piece: index[step_of[piece]])
-        groups = [[first]]
-        for piece in rest:
-            together = [step_of[member] for member in groups[-1]]
+        first, *rest = sorted(piece_of, key=lambda step: index[step])
+        own = [[first]]
+        for step in rest:
+            group = [*own[-1], step]
             best: tuple[int, Order] | None = None
-            for trial in _side_by_side(problem, order, together, step_of[piece]) if trials > 0 else ():
+            for trial in _side_by_side(problem, order, own[-1], step) if trials > 0 else ():
                 trials -= 1
-                trial_peak = problem.peak_of(trial)
+                trial_peak = _joined_peak(problem, trial, [*groups, *own[:-1], group])
                 if trial_peak <= peak + cut.launch_bytes and (best is None or trial_peak < best[0]):
                     best = trial_peak, trial
             if best is None:
-                groups.append([piece])
+                own.append([step])
             else:
                 peak, order = best
-                groups[-1].append(piece)
-        joined[pos] = tuple(tuple(name for piece in group for name in piece) for group in groups)
+                own[-1] = group
+        groups += own
+        joined[pos] = tuple(tuple(name for step in group for name in piece_of[step]) for group in own)
     return cut.with_pieces(joined, cut.recompute)
+
+
+def _joined_peak(problem: Problem, order: Order, groups: Sequence[Sequence[int]]) -> int:
+    """The peak of ``order`` where each group, whose steps run one right after another, is one launch.
+
+    One launch takes all its outputs before it lets go of any input.
+    """
+    live = problem.live_of(order)
+    peak = max(live)
+    index = {step: at for at, step in enumerate(order)} if groups else {}
+    for group in groups:
+        first = group[0]
+        before = live[index[first]] - problem.made_bytes[first] - problem.temporary_bytes[first]
+        made = sum(problem.made_bytes[step] for step in group)
+        peak = max(peak, before + made + max(problem.temporary_bytes[step] for step in group))
+    return peak
 
 
 def _side_by_side(problem: Problem, order: Order, group: Sequence[int], step: int) -> Iterator[Order]:
