@@ -59,6 +59,7 @@ from thunder_fusionfix.layout import (
 )
 from thunder_fusionfix.lift import Lifted, lift
 from thunder_fusionfix.model import DEL, Arg, Decision, Graph, NewOp, Op, Part, Placed, Plan, Ref, RegionEdit, Value
+from thunder_fusionfix.pins import given_twice
 from thunder_fusionfix.segments import temporaries_of
 
 NAME = "unfuse_layouts"
@@ -87,6 +88,10 @@ def plan_unfuse_layouts(facts: Facts, fuel: int | None = None) -> Plan:
         facts: the trace and what is known of it.
         fuel: at most this many rewrites; None for no limit.
     """
+    repeated = given_twice(facts.graph)
+    if repeated:
+        reason = f"the trace gives {repeated[0]} twice: which of the two a rebuilt region would take is not certain"
+        return Plan(decisions=(Decision(NAME, 0, facts.graph.name, "the regions stay", reason, False),))
     graph, strides = facts.graph, facts.aliases.strides
     written = frozenset(name for name in facts.aliases.storage_of if facts.aliases.is_written(name))
     fresh = (f"%{i}" for i in itertools.count())
