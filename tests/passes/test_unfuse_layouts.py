@@ -6,8 +6,10 @@ import random
 from collections.abc import Callable, Sequence
 
 import pytest
+import thunder
 import torch
 import torch.nn.functional as F
+from cpu_nvfuser import nvfuser_on_cpu
 from runs import assert_same_as_plain
 
 from thunder_fusionfix._thunder import nvfuser_version
@@ -237,3 +239,45 @@ def test_random_program_gives_what_plain_thunder_gives(seed):
     torch.manual_seed(seed)
     fn, args = random_program(seed)
     assert_same_as_plain(fn, args, "dataflow" if seed % 2 else "consecutive")
+
+
+# ---------------------------------------------------------------- found by trying to break it
+
+
+def copy_that_is_returned(x):
+    copied = x.t().contiguous()
+    return copied, copied * 2
+
+
+def value_in_two_regions(x, w):
+    def inner(h):
+        return torch.tanh(h.t().exp().reshape(4, 3) @ w).t()
+
+    return torch.utils.checkpoint.checkpoint(inner, x, use_reentrant=False) * 2
+
+
+def padded_on_two_dims(x):
+    return F.pad((x * 3).t(), (1, 2, 3, 1), value=-2.5)
+
+
+def padded_then_cast(x):
+    return F.pad((x * 3).t(), (1, 2), value=0.0).to(torch.int64), F.pad((x * 3).reshape(2, 2, 3), (1, 2)).to(torch.bool)
+
+
+@pytest.mark.parametrize("fusion_type", ["dataflow", "consecutive"])
+@pytest.mark.parametrize("fn", [copy_that_is_returned, value_in_two_regions, padded_on_two_dims, padded_then_cast])
+def test_program_that_once_broke_gives_what_plain_thunder_gives(fn, fusion_type):
+    """Returned copies, values that several regions rebuild, pads on two dims and pads before integer casts."""
+    shapes = [(4, 3)] if fn is padded_then_cast else [(3, 4), (3, 3)][: 2 if fn is value_in_two_regions else 1]
+    assert_same_as_plain(fn, [torch.randn(shape, requires_grad=True) for shape in shapes], fusion_type)
+
+
+def test_copy_that_is_returned_shares_no_memory_with_the_argument():
+    """``contiguous`` of a transposed argument is a copy, also where the region computes with it."""
+    x = torch.randn(3, 4)
+    with nvfuser_on_cpu():
+        copied, _ = thunder.jit(
+            copy_that_is_returned, executors=("nvfuser",), transforms=[FusionFixTransform(strict=True)]
+        )(x)
+    assert copied.is_contiguous()
+    assert copied.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()

@@ -34,6 +34,7 @@ Lightning Thunder's issue on Qwen2.5's memory under nvFuser named the cure: keep
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -58,7 +59,22 @@ from thunder_fusionfix.layout import (
     row_major,
 )
 from thunder_fusionfix.lift import Lifted, lift
-from thunder_fusionfix.model import DEL, Arg, Decision, Graph, NewOp, Op, Part, Placed, Plan, Ref, RegionEdit, Value
+from thunder_fusionfix.model import (
+    DEL,
+    Arg,
+    Const,
+    Decision,
+    Graph,
+    NewOp,
+    Op,
+    Part,
+    Placed,
+    Plan,
+    Ref,
+    RegionEdit,
+    Value,
+    refs,
+)
 from thunder_fusionfix.pins import given_twice
 from thunder_fusionfix.segments import temporaries_of
 
@@ -95,17 +111,27 @@ def plan_unfuse_layouts(facts: Facts, fuel: int | None = None) -> Plan:
     graph, strides = facts.graph, facts.aliases.strides
     written = frozenset(name for name in facts.aliases.storage_of if facts.aliases.is_written(name))
     fresh = (f"%{i}" for i in itertools.count())
+    shared = _names_of_several(graph)
     plans: list[Plan] = []
     for pos, op in enumerate(graph.ops):
         if not op.is_fusion or not any(is_layout(subop) for subop in op.subops):
             continue
         left = None if fuel is None else fuel - sum(d.applied for plan in plans for d in plan.decisions)
-        plans.append(_Rewrite(graph, pos, op, strides, written, fresh, left).plan())
+        plans.append(_Rewrite(graph, pos, op, strides, written, fresh, left, shared).plan())
     return Plan(
         regions=tuple(edit for plan in plans for edit in plan.regions),
         placed=tuple(placed for plan in plans for placed in plan.placed),
         decisions=tuple(decision for plan in plans for decision in plan.decisions),
     )
+
+
+def _names_of_several(graph: Graph) -> frozenset[str]:
+    """Names that more than one op of the trace makes, inside of it or as its output."""
+    makers: dict[str, set[int]] = {}
+    for pos, op in enumerate(graph.ops):
+        for name in (*op.outputs, *(name for subop in op.subops for name in subop.outputs)):
+            makers.setdefault(name, set()).add(pos)
+    return frozenset(name for name, positions in makers.items() if len(positions) > 1)
 
 
 def counted_layouts(op: Op) -> tuple[Op, ...]:
@@ -172,6 +198,7 @@ class _Rewrite:
     written: frozenset[str]
     fresh: Iterator[str]
     fuel: int | None
+    shared: frozenset[str]  # names that other regions have inside, too: Thunder rebuilds a value in several
     given: dict[str, list[NewOp]] = field(default_factory=dict)  # value -> the ops that give it inside from now on
     outside: set[str] = field(default_factory=set)  # values that are given outside the region from now on
     placed: list[Placed] = field(default_factory=list)
@@ -184,6 +211,7 @@ class _Rewrite:
         # Thunder's CSE can make a region that gives one of its own inputs: the name is there without it
         self.outputs = [name for name in self.op.outputs if name not in self.op.inputs]
         self.values = self.graph.values
+        self.returned = frozenset(refs(self.graph.result))
         self.inputs = list(self.op.inputs)
         self.subops = self.op.subops
         self.items: list[int | NewOp] = list(range(len(self.subops)))  # how to make each of the sub-ops
@@ -357,6 +385,9 @@ class _Rewrite:
                 continue
             if name in self.outputs and not value.casts and not self._feeds_compute(name):
                 continue  # a passenger that was refused
+            if name in self.outputs and any(isinstance(layout, Contiguous) for layout in value.layouts):
+                self._refuse(name, "its memory, a copy in an order of its own, is what the region gives")
+                continue
             reason, won, ok = self._hoist_pays(name, value, prefix)
             if not ok or not self._has_fuel():
                 self._refuse(name, reason)
@@ -395,6 +426,8 @@ class _Rewrite:
         rest = value.layouts[len(list(itertools.takewhile(lambda x: not isinstance(x, Broadcast), value.layouts))) :]
         rest = tuple(layout for layout in _without_same(rest) if not isinstance(layout, Contiguous))
         inner = [("cast", cast) for cast in value.casts] + [("layout", layout) for layout in rest]
+        if not inner and name in self.shared:
+            inner = [("layout", Same())]  # another region has the name too: it must not be given outside twice
         if not inner:
             self._place(value.source, prefix or (Same(),), name, self.pos)
             self.outside.add(name)
@@ -510,10 +543,12 @@ class _Rewrite:
     ) -> tuple[str, list[NewOp], list[_Step]] | None:
         """The chain with its pads outside too, for a reshape that cannot pass them; pads by 0 commute with casts."""
         pads = [step for step in inner if step.symbol == PAD]
+        casts = [step for step in inner if step.symbol == CAST]
         if not isinstance(layout, (Reshape, Permute)) or not pads or any(pad.args[1] != 0 for pad in pads):
             return None
-        casts = [step for step in inner if step.symbol == CAST]
-        steps = [_Step(layout=layout), *(_Step(pad=pad.args[1:]) for pad in pads), *outer]
+        if not all(map(_is_to_float, casts)):
+            return None  # the pad's number is of the type that it pads
+        steps = [_Step(layout=layout), *(_Step(pad=pad.args[1:]) for pad in _pads_of_zero(inner, bool(casts))), *outer]
         return source, casts, steps
 
     def _sink_pays(self, name: str, base: str, inner: list[NewOp], outer: list[_Step]) -> tuple[str, int, bool]:
@@ -522,6 +557,10 @@ class _Rewrite:
         if output.nbytes is None or source.nbytes is None or 0 in (output.nbytes, source.nbytes):
             return "no elements, or their number is not known", 0, False
         layouts = [step.layout for step in outer]
+        if any(isinstance(layout, Contiguous) for layout in layouts):
+            return "its memory, in an order of its own, is what the region gives", 0, False
+        if inner and any(isinstance(layout, Permute) for layout in layouts) and name in self.returned:
+            return "it is returned: outside it would lie in memory in another order", 0, False
         if any(isinstance(layout, Slice) for layout in layouts):
             return f"outside, the whole {base} would be kept for a slice of it", 0, False
         if any(isinstance(layout, Broadcast) and prod(layout.shape) != source.numel for layout in layouts):
@@ -544,8 +583,9 @@ class _Rewrite:
     def _rename_last(self, inner: Sequence[NewOp], base: str, result: str) -> list[NewOp]:
         """The ops ``inner`` on top of ``base``; narrowing casts come before pads by 0, so that less is written."""
         ordered = list(inner)
-        if all(step.args[1] == 0 for step in inner if step.symbol == PAD):
-            ordered = [step for step in inner if step.symbol == CAST] + [step for step in inner if step.symbol == PAD]
+        if all(step.args[1] == 0 if step.symbol == PAD else _is_to_float(step) for step in inner):
+            casts = [step for step in inner if step.symbol == CAST]
+            ordered = [*casts, *_pads_of_zero(inner, bool(casts))]
         current, ops = base, []
         for i, step in enumerate(ordered):
             output = result if i == len(ordered) - 1 else next(self.fresh)
@@ -677,6 +717,18 @@ class _Step:
     pad: tuple[Arg, ...] | None = None
 
 
+def _pads_of_zero(steps: Sequence[NewOp], is_float: bool) -> list[NewOp]:
+    """The pads among ``steps``; with 0.0 where what they pad is floating-point from now on."""
+    pads = [step for step in steps if step.symbol == PAD]
+    return [replace(pad, args=(pad.args[0], 0.0, *pad.args[2:])) for pad in pads] if is_float else pads
+
+
+def _is_to_float(cast: NewOp) -> bool:
+    """True for a cast to a floating-point dtype, which holds 0.0 as the dtype before it does."""
+    dtype = cast.args[1]
+    return isinstance(dtype, Const) and re.fullmatch(r"dtypes\.b?float\d+", dtype.text) is not None
+
+
 def _inputs(op: NewOp) -> Iterator[str]:
     return (arg.name for arg in op.args if isinstance(arg, Ref))
 
@@ -729,6 +781,8 @@ def _pass_pad(layout: Layout, shape: Shape, pad: NewOp) -> tuple[NewOp, Layout] 
     out_shape = layout.shape_after(shape)
     source_dim = _dims_that_stay(layout, shape, out_shape)
     inner: list[Arg] = [(0, 0, 0)] * len(shape)
+    if isinstance(layout, Permute) and sum(amounts != (0, 0, 0) for amounts in config) > 1:
+        return None  # right, but more than the verifier's normal form can see
     for dim, amounts in enumerate(config):
         if amounts == (0, 0, 0):
             continue
