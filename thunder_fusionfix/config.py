@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from decimal import Decimal
 from typing import Any
 
 from thunder_fusionfix.errors import UsageError
@@ -70,7 +71,7 @@ def parse_bytes(size: str | int) -> int:
     if match is None or isinstance(size, bool):
         raise ValueError(f"{size!r} is no size: write 32GB, 31.5GiB, 800MB or a number of bytes")
     number, prefix, binary = match.groups()
-    nbytes = int(float(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " "))
+    nbytes = int(Decimal(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " "))
     if nbytes <= 0:
         raise ValueError(f"{size!r} is no size above 0")
     return nbytes

@@ -110,7 +110,9 @@ class _Finder:
     def carried(self) -> Mapping[str, str]:
         """Passengers of the dry run and what equals them: a fusion pass merges equal ops, and would carry the one left over."""
         found = passengers_of(self.facts.fused)
-        first = equal_values(self.facts.joint, lambda site, op: site.sub < 0 and is_layout_chain(op))
+        first = equal_values(
+            self.facts.joint, lambda site, op: site.sub < 0 and is_layout_chain(op) and self.may_move(op)
+        )
         regions = {first.get(name, name): region for name, region in found.items()}
         equals = {name: regions[same] for name, same in first.items() if same in regions}
         return {**regions, **equals, **found}

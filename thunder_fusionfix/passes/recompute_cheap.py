@@ -161,7 +161,11 @@ class _Search:
     @cached_property
     def same(self) -> Mapping[str, str]:
         """The first of the values that are equal to each, where it is not the value itself."""
-        return equal_values(self.facts.joint, lambda site, op: site.pos in self.forward and _is_cheap(op))
+
+        def may(site: Site, op: Op) -> bool:  # what reads memory that is written may read it at two moments
+            return site.pos in self.forward and _is_cheap(op) and not any(self.is_written(name) for name in op.inputs)
+
+        return equal_values(self.facts.joint, may)
 
     def rep(self, name: str) -> str:
         return self.same.get(name, name)
@@ -181,7 +185,7 @@ class _Search:
     def candidates(self) -> tuple[str, ...]:
         """Saved tensors that the backward takes as they are and that cheap ops could make again."""
         taken = {self.rep(name) for name in self.facts.before.saved}
-        returned = set(refs(joint_result(self.facts.joint)["output"]))
+        returned = set(refs(joint_result(self.facts.joint)["fw_flat_out"]))  # the caller holds them anyway
         return tuple(
             name
             for name in dict.fromkeys(self.rep(name) for name in self.facts.after.saved)
