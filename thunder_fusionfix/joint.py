@@ -75,6 +75,14 @@ def split(graph: Graph) -> Split:
     return Split(tuple(reversed(forward)), tuple(backward), frozenset(available), tuple(saved))
 
 
+def executed(graph: Graph) -> Graph:
+    """The joint trace ``graph`` in the order in which its halves run: all of the forward, then all of the backward."""
+    halves = split(graph)
+    given = [pos for pos, op in enumerate(graph.ops) if short_name(op.id) == GET_GRAD]
+    order = (*halves.forward, *given, *halves.backward, len(graph.ops) - 1)
+    return replace(graph, ops=tuple(graph.ops[pos] for pos in order))
+
+
 def joint_result(graph: Graph) -> Mapping[str, Arg]:
     """The items that a joint trace returns: "fw_flat_out", "flat_args", "output" (the gradients), ..."""
     result = graph.result

@@ -3,7 +3,10 @@
     TraceCtx --read--> Graph --passes--> JointPlan --edit_joint--> TraceCtx' --read--> Graph' --verify--> kept
        \\--copy, later fusion passes--> TraceCtx --read--> Graph of what would be saved
 
-The dry run happens at most once per compile. A failure of ours costs the user one warning and a lost optimisation, never a step.
+The dry run happens once per compile; twice where the trace writes in place. Thunder's rematerialization and its reordering by
+dataflow know nothing of memory, so another set of candidates may make them read a tensor after it was overwritten: there what
+they make of the new trace is compared with what they make of the old one. A failure of ours costs the user one warning and a lost
+optimisation, never a step.
 """
 
 from __future__ import annotations
@@ -18,13 +21,13 @@ from thunder_fusionfix._thunder import FusionExecutor, TraceCtx, untested_versio
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.edit_joint import apply_joint_plan, copied, fusible_sites
 from thunder_fusionfix.errors import FusionFixError, VerifyError
-from thunder_fusionfix.joint import JointFacts, JointPlan, JointReport, split
+from thunder_fusionfix.joint import JointFacts, JointPlan, JointReport, executed, split
 from thunder_fusionfix.model import Graph
 from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
 from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
 from thunder_fusionfix.passes.recompute_cheap import plan_recompute_cheap
 from thunder_fusionfix.read import read
-from thunder_fusionfix.verify import Allow, verify
+from thunder_fusionfix.verify import PAIR_RULES, Allow, verify
 
 _warned: set[str] = set()  # messages that this process has shown
 
@@ -72,7 +75,7 @@ def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, Joint
     if not plan.is_empty:
         applied = sum(decision.applied for decision in plan.decisions)
         new_trace = apply_joint_plan(trace, plan, entry.after, f"thunder_fusionfix entry ({applied} rewrites)")
-        kept_input = _why_not(facts, read(new_trace), entry.config)
+        kept_input = _why_not(facts, new_trace, entry)
     decisions = plan.decisions
     if kept_input is not None:
         new_trace = trace
@@ -114,22 +117,44 @@ def _plan(facts: JointFacts, entry: Entry) -> JointPlan:
     return plan
 
 
-def _why_not(facts: JointFacts, new: Graph, config: FusionFixConfig) -> str | None:
-    """Why the new trace is not kept: a broken rule, or tensors that would be saved in addition."""
+def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry) -> str | None:
+    """Why the new trace is not kept: it is another program, or the later executors would make another one of it."""
+    new = read(new_trace)
     try:
-        if config.verify:
+        if entry.config.verify:
             verify(facts.joint, new, _allowed(facts.joint, new))
-        if new.stage != "joint":
-            return None
-        late = {name for pos in facts.before.backward for name in facts.joint.ops[pos].outputs}
-        early = sorted(late.intersection(split(new).available))
-        if early:
-            raise VerifyError(f"joint trace: {', '.join(early)} ran backward before and would run forward")
+        if new.stage == "joint":
+            _check_halves(facts, new)
     except Exception as error:
-        if config.strict:
+        if entry.config.strict:
             raise
         _warn_once(f"thunder_fusionfix: the entry's plan was undone, the trace is as it was ({error})")
         return f"{type(error).__name__}: {error}"
+    if _writes(facts) and entry.later:
+        return _misread_memory(facts, _dry_run(new_trace, new, entry.later)[0])
+    return None
+
+
+def _check_halves(facts: JointFacts, new: Graph) -> None:
+    """Raises where something that ran backward would run forward."""
+    late = {name for pos in facts.before.backward for name in facts.joint.ops[pos].outputs}
+    early = sorted(late.intersection(split(new).available))
+    if early:
+        raise VerifyError(f"joint trace: {', '.join(early)} ran backward before and would run forward")
+
+
+def _writes(facts: JointFacts) -> bool:
+    return any(access.writes for accesses in facts.aliases.accesses.values() for access in accesses)
+
+
+def _misread_memory(facts: JointFacts, new: Graph) -> str | None:
+    """What the later executors would read before or after another write than they did; None where nothing."""
+    before, after = (executed(graph) if graph.stage == "joint" else graph for graph in (facts.fused, new))
+    rules = [rule for rule in PAIR_RULES if rule.name == "write-order"]
+    try:
+        verify(before, after, _allowed(before, after), rules)
+    except VerifyError as error:
+        return f"a later executor would read memory that the program writes at another moment: {error.args[0].splitlines()[0]}"
     return None
 
 
