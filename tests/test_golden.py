@@ -81,8 +81,8 @@ def versions(case: Case) -> dict[str, str]:
 
 
 @functools.cache
-def made(name: str) -> Mapping[str, str]:
-    """The files of a case, by name, as they are made now."""
+def captured_with_fix(name: str) -> tuple[Any, Any]:
+    """The capture of a case, and the transform that rewrote it."""
     from thunder_fusionfix.capture import capture
     from thunder_fusionfix.models import load_model
     from thunder_fusionfix.transform import FusionFixTransform
@@ -93,7 +93,14 @@ def made(name: str) -> Mapping[str, str]:
         fn, args, kwargs = program.fn, program.args, program.kwargs
     else:
         (fn, args), kwargs = case.program(), {}
-    captured = capture(fn, args, kwargs, transforms=[fix], **case.options)
+    return capture(fn, args, kwargs, transforms=[fix], **case.options), fix
+
+
+@functools.cache
+def made(name: str) -> Mapping[str, str]:
+    """The files of a case, by name, as they are made now."""
+    case = CASES[name]
+    captured, fix = captured_with_fix(name)
 
     overviews = overview_of(captured, before=True), overview_of(captured)
     steps = [comparison_of(overview) for overview in overviews]
@@ -185,3 +192,18 @@ def test_golden_text_holds_nothing_of_a_machine(name):
 def test_every_folder_of_traces_is_a_case():
     """No golden files lie around that no case renews."""
     assert {path.name for path in TRACES.iterdir() if path.is_dir()} == set(CASES)
+
+
+@pytest.mark.nvfuser
+@pytest.mark.parametrize("name", CASES)
+def test_golden_case_is_read_as_it_is_parsed(name):
+    """Parsing what Thunder prints of a case gives the ops that `read` gives, before and after the passes."""
+    from thunder_fusionfix.read import read
+
+    captured, _ = captured_with_fix(name)
+    for part in captured.parts:
+        for trace in (part.forward_before, part.backward_before, part.forward, part.backward):
+            parsed, graph = parse(str(trace)), read(trace)
+            assert (parsed.name, parsed.stage, parsed.args) == (graph.name, graph.stage, graph.args)
+            assert parsed.ops == graph.ops
+            assert parsed.values.keys() == graph.values.keys()
