@@ -148,7 +148,9 @@ class _Editor:
             if proxy.name in taken or variableify(proxy) in swap:
                 continue
             with tracectx(self.trace):
-                new = proxy.replace_name(f"bw_{proxy.name}", disambiguate=True)  # as Thunder names what a checkpoint repeats
+                new = proxy.replace_name(
+                    f"bw_{proxy.name}", disambiguate=True
+                )  # as Thunder names what a checkpoint repeats
             new.tags.clear()  # a tag of the original, "recompute me", has been obeyed
             swap[variableify(proxy)] = new
             if proxy.name in names:

@@ -94,7 +94,9 @@ class FusionFixExecutor(OperatorExecutor, FusionExecutor):
 
 def current_config() -> FusionFixConfig:
     """The options that the user gave to the compile that runs now."""
-    given = {name: get_compile_option(PREFIX + name, f"thunder_fusionfix: {text}") for name, text in option_names().items()}
+    given = {
+        name: get_compile_option(PREFIX + name, f"thunder_fusionfix: {text}") for name, text in option_names().items()
+    }
     return FusionFixConfig.from_options({name: value for name, value in given.items() if value is not None})
 
 
@@ -127,7 +129,9 @@ def _warn_of_order(executors: tuple[Any, ...]) -> None:
                 f'same; put "{NAME}" before "nvfuser" for the rest'
             )
     for executor in executors[ours + 1 :]:
-        if any(executor.get_grad_transform(symbol) for symbol in (prims.linear, ltorch.linear, prims.matmul, ltorch.matmul)):
+        if any(
+            executor.get_grad_transform(symbol) for symbol in (prims.linear, ltorch.linear, prims.matmul, ltorch.matmul)
+        ):
             _warn_once(
                 f'executor "{executor.name}" has a gradient rule of its own for linear layers and stands after "{NAME}", which '
                 f'may take them first: put "{executor.name}" before "{NAME}"'

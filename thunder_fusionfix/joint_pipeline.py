@@ -56,7 +56,9 @@ def fix_joint(trace: TraceCtx, entry: Entry) -> tuple[TraceCtx, JointReport]:
         return _fix(trace, entry, started)
     except Exception as error:  # whatever it is, the user's step goes on with the trace that Thunder made
         if entry.config.strict:
-            raise error if isinstance(error, FusionFixError) else FusionFixError(f"{type(error).__name__}: {error}") from error
+            raise (
+                error if isinstance(error, FusionFixError) else FusionFixError(f"{type(error).__name__}: {error}")
+            ) from error
         reason = f"{type(error).__name__}: {error}"
         _warn_once(f"thunder_fusionfix left a joint trace as it is: {reason}")
         return trace, _nothing("joint", started, reason)
@@ -122,7 +124,7 @@ def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry) -> str | None
     new = read(new_trace)
     try:
         if entry.config.verify:
-            verify(facts.joint, new, _allowed(facts.joint, new))
+            verify(facts.joint, new, _allowed(facts.joint, new, entry.config))
         if new.stage == "joint":
             _check_halves(facts, new)
     except Exception as error:
@@ -131,7 +133,7 @@ def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry) -> str | None
         _warn_once(f"thunder_fusionfix: the entry's plan was undone, the trace is as it was ({error})")
         return f"{type(error).__name__}: {error}"
     if _writes(facts) and entry.later:
-        return _misread_memory(facts, _dry_run(new_trace, new, entry.later)[0])
+        return _misread_memory(facts, _dry_run(new_trace, new, entry.later)[0], entry.config)
     return None
 
 
@@ -147,21 +149,22 @@ def _writes(facts: JointFacts) -> bool:
     return any(access.writes for accesses in facts.aliases.accesses.values() for access in accesses)
 
 
-def _misread_memory(facts: JointFacts, new: Graph) -> str | None:
+def _misread_memory(facts: JointFacts, new: Graph, config: FusionFixConfig) -> str | None:
     """What the later executors would read before or after another write than they did; None where nothing."""
     before, after = (executed(graph) if graph.stage == "joint" else graph for graph in (facts.fused, new))
     rules = [rule for rule in PAIR_RULES if rule.name == "write-order"]
     try:
-        verify(before, after, _allowed(before, after), rules)
+        verify(before, after, _allowed(before, after, config), rules)
     except VerifyError as error:
         return f"a later executor would read memory that the program writes at another moment: {error.args[0].splitlines()[0]}"
     return None
 
 
-def _allowed(before: Graph, after: Graph) -> Allow:
-    """What a joint plan may change: where ops stand, who runs layouts, and cheap ops done twice, under names of their own."""
+def _allowed(before: Graph, after: Graph, config: FusionFixConfig) -> Allow:
+    """What a joint plan may change: where ops stand, who runs layouts, and what is done twice, under names of its own."""
     clones = frozenset(name for name in after.values if name not in before.values)
-    return Allow(may_reorder=True, may_rewrite_regions=True, may_clone=clones)
+    under_budget = config.memory_budget is not None
+    return Allow(may_reorder=True, may_rewrite_regions=True, may_clone=clones, may_repeat_work=under_budget)
 
 
 def _nothing(stage: str, started: float, why: str | None) -> JointReport:

@@ -112,7 +112,9 @@ def has_effect(op: Op) -> bool:
     if op.is_fusion:
         return any(has_effect(subop) for subop in op.subops) or not op.subops
     kind = effect_of(op).kind
-    if kind not in _HARMLESS and not (kind is Kind.BARRIER and op.subops):  # what a composite without a row does, its parts say
+    if kind not in _HARMLESS and not (
+        kind is Kind.BARRIER and op.subops
+    ):  # what a composite without a row does, its parts say
         return True
     return any(effect_of(leaf).kind not in _HARMLESS for leaf in op.leaves) if op.subops else False
 

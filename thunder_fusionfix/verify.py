@@ -59,6 +59,7 @@ class Allow:
     may_clone: frozenset[str] = frozenset()  # names of values that cheap pure ops compute once more than before
     may_replace: tuple[tuple[str, str], ...] = ()  # pairs (id before, id after) of ops that compute the same
     may_keep_longer: bool = False  # a value stays bound beyond its last use
+    may_repeat_work: bool = False  # what `may_clone` names may be computed by any pure ops, not by cheap ones alone
 
 
 _STATEMENTS = (DEL, CLEAR, UNPACK, RETURN)  # each has a rule of its own
@@ -418,8 +419,9 @@ def _grouped(
 
 
 def _is_admitted_clone(op: Op, allow: Allow) -> bool:
-    cheap = all(effect_of(leaf).cheap and effect_of(leaf).is_pure for leaf in op.leaves)
-    return cheap and bool(op.outputs) and set(op.outputs) <= allow.may_clone
+    effects = [effect_of(leaf) for leaf in op.leaves]
+    may = all(effect.is_pure and (effect.cheap or allow.may_repeat_work) for effect in effects)
+    return may and bool(op.outputs) and set(op.outputs) <= allow.may_clone
 
 
 def _place(op: Op, new_id: Mapping[str, str]) -> str:

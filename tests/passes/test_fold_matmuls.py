@@ -118,9 +118,7 @@ def test_every_way_gives_the_same_sums(way: Way, layout: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("swapped", [False, True])
 @pytest.mark.parametrize("layout", ["sequence first", "dense", "with gaps", "columns first", "rows repeated"])
-def test_batches_by_either_dim_give_the_same_sums(
-    swapped: bool, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_batches_by_either_dim_give_the_same_sums(swapped: bool, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One product per index of the first or of the second leading dim: the result is the same, in the same order."""
     x, w, b = LAYOUTS[layout](), torch.randn(9, WIDTH), torch.randn(9)
     choice = Choice(Way.BATCH, *x.shape[:2], swapped=swapped)

@@ -109,7 +109,13 @@ def aten_folds(shape: Shape, strides: Strides) -> bool:
 
 @lru_cache(maxsize=4096)
 def choose(
-    shape: Shape, strides: Strides, num_out: int, itemsize: int, has_bias: bool, copy_limit: int, transposed: bool = False
+    shape: Shape,
+    strides: Strides,
+    num_out: int,
+    itemsize: int,
+    has_bias: bool,
+    copy_limit: int,
+    transposed: bool = False,
 ) -> Choice:
     """The cheapest way to multiply ``x`` of this shape and these strides with a ``[K, num_out]`` matrix.
 
