@@ -381,14 +381,18 @@ class _Search:
         firsts: dict[int, int] = {}
         consumers = self.facts.joint.consumers
         for pos in sorted(self.early, reverse=True):
-            users = {user for name in self.facts.joint.ops[pos].outputs for user in consumers.get(name, ()) if user != pos}
+            users = {
+                user for name in self.facts.joint.ops[pos].outputs for user in consumers.get(name, ()) if user != pos
+            }
             firsts[pos] = min((firsts.get(user, user) for user in users), default=pos)
         return firsts
 
 
 def _is_cheap(op: Op) -> bool:
     """True for a pure op that is worth doing again rather than keeping its output."""
-    return not op.is_fusion and not op.tags & FIXED and all(effect.is_pure and effect.cheap for effect in effects_of(op))
+    return (
+        not op.is_fusion and not op.tags & FIXED and all(effect.is_pure and effect.cheap for effect in effects_of(op))
+    )
 
 
 # ---------------------------------------------------------------- the plan
