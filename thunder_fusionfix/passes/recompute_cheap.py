@@ -21,7 +21,10 @@ Stage: joint (executor entry), before the later fusion executors. Needs: a dry r
 forward, every random op, in-place update, matmul and reduction. Changes: what is saved, and when cheap ops run.
 
 Never from storage that the trace writes anywhere, never past Thunder's checkpoint tags, never through an op without a row in
-`effects`. A dropped tensor must free more than making it again costs: `MAX_TRAFFIC`.
+`effects`. A dropped tensor must free more than making it again costs: `Level.max_traffic`.
+
+Under ``memory_budget`` the entry goes through `LEVELS`: cheap ops at any cost, then copies and reductions, then one matmul on the
+way from what is saved to a rebuilt tensor (attention scores, the projections of an MLP), which is one layer's and no more.
 """
 
 from __future__ import annotations
@@ -57,11 +60,33 @@ NAME = "recompute_cheap"
 NEW_SAVE = 1.25
 """Price of a byte that would be saved instead of others, beside 1 for a byte that may be dropped: no change for a small gain."""
 
-MAX_TRAFFIC = 4.0
-"""Bytes that a rebuild may move for each byte that it frees. A product of two saved tensors moves 3, an expanded key 1.3."""
 
-MAX_CHAIN = 64
-"""Ops that one rebuild may take."""
+@dataclass(frozen=True, slots=True)
+class Level:
+    """How far to go for memory."""
+
+    name: str
+    kinds: frozenset[Kind] = frozenset()  # of ops that may run again beside those that the table calls cheap
+    max_traffic: float = float("inf")  # bytes that a rebuild may move for each byte that it frees
+    max_chain: int = 256  # ops that one rebuild may take
+    takes_over: bool = True  # decides all that is saved; else only drops from what later executors would save
+    repeats_matmuls: bool = False  # one on the way from what is saved to a rebuilt tensor
+
+
+# A product of two saved tensors moves 3 bytes for each that it frees, an expanded key 1.3.
+DEFAULT = Level("cheap ops that pay", max_traffic=4.0, max_chain=64, takes_over=False)
+
+_WORK = frozenset({Kind.MOVE, Kind.REDUCTION})
+LEVELS = (
+    DEFAULT,
+    Level("cheap ops at any cost"),
+    Level("copies and reductions as well", _WORK),
+    Level("matmuls as well", _WORK, repeats_matmuls=True),
+)
+"""What a budget may ask for, in order."""
+
+MATMUL_MUST_FREE = 2.0
+"""Bytes that a repeated matmul must free for each byte that is saved in its place."""
 
 SPAN = 8
 """Uses of a rebuilt tensor that lie within this many kernels share one rebuild; the three projections of a layer are six."""
@@ -87,14 +112,16 @@ class Rebuild:
     traffic_bytes: int  # what all its rebuilds read and write
 
 
-def plan_recompute_cheap(facts: JointFacts, config: FusionFixConfig, fuel: int | None = None) -> JointPlan:
+def plan_recompute_cheap(
+    facts: JointFacts, config: FusionFixConfig, fuel: int | None = None, level: Level = DEFAULT
+) -> JointPlan:
     """Which saved tensors to drop and where to make them again; at most ``fuel`` of them."""
-    search = _Search(facts, config.recompute_min_bytes)
-    rebuilds, refused = search.run()
-    if fuel is not None:
-        rebuilds = rebuilds[:fuel]
+    least = config.recompute_min_bytes
+    search = _Search(facts, min(least, 2**16) if level.takes_over else least, level)
+    rebuilds = search.run()[:fuel]
     plan = _Writer(facts, search).write(rebuilds) if rebuilds else JointPlan()
-    decisions = [_applied(facts, rebuild) for rebuild in rebuilds] + [_refused(facts, *item) for item in refused]
+    decisions = [_applied(facts, rebuild) for rebuild in rebuilds]
+    decisions += [_refused(facts, name, why) for name, why in search.kept.items()]
     return JointPlan(plan.inserts, plan.renamed, plan.exports, decisions=tuple(decisions))
 
 
@@ -111,25 +138,29 @@ class _Search:
 
     facts: JointFacts
     min_bytes: int
-    kept: dict[str, str] = field(default_factory=dict)  # tensors that stay saved, and why
+    level: Level = DEFAULT
+    kept: dict[str, str] = field(default_factory=dict)  # tensors that stay saved although ops could make them, and why
+    left: set[str] = field(default_factory=set)  # what is saved at the end
+    opened: set[str] = field(default_factory=set)  # outputs of matmuls that are repeated
 
-    def run(self) -> tuple[list[Rebuild], list[tuple[str, str]]]:
-        """The rebuilds, largest first, and the tensors that stay saved although cheap ops could make them."""
+    def run(self) -> list[Rebuild]:
+        """The rebuilds, largest first."""
         while True:
+            self.opened = set()
             rebuilds = self.propose()
             too_dear = [rebuild for rebuild in rebuilds if not self.pays(rebuild)]
             if not too_dear:
-                break
-        rebuilds.sort(key=lambda rebuild: (-rebuild.freed_bytes, rebuild.name))
-        return rebuilds, list(self.kept.items())
+                return sorted(rebuilds, key=lambda rebuild: (-rebuild.freed_bytes, rebuild.name))
 
     def pays(self, rebuild: Rebuild) -> bool:
         """Whether ``rebuild`` frees enough for what it costs; notes why not."""
         if not rebuild.uses or not any(self.is_tensor(source) for source in rebuild.sources):
             self.kept[rebuild.name] = "no place in the backward where it could be made again"
-        elif len(rebuild.chain) > MAX_CHAIN:
+        elif len(rebuild.chain) > self.level.max_chain:
             self.kept[rebuild.name] = f"takes {len(rebuild.chain)} ops to make again"
-        elif rebuild.traffic_bytes > MAX_TRAFFIC * rebuild.freed_bytes:
+        elif not self.level.takes_over and (
+            rebuild.freed_bytes <= 0 or rebuild.traffic_bytes > self.level.max_traffic * rebuild.freed_bytes
+        ):
             self.kept[rebuild.name] = (
                 f"making it again moves {rebuild.traffic_bytes} bytes for {rebuild.freed_bytes} that it frees"
             )
@@ -154,7 +185,68 @@ class _Search:
         cut = min_cut(prices, made_from, wanted)
         if cut is None:
             return []
-        return [self.rebuild(name, cut) for name in wanted if name not in cut]
+        dropped = [name for name in wanted if name not in cut]
+        self.left = (set(self.saved) - set(dropped)) | cut
+        if self.level.repeats_matmuls:
+            dropped += self.beyond_matmuls()
+        rebuilds = [self.rebuild(name) for name in dropped]
+        return [rebuild for rebuild in rebuilds if not self.is_view_of_saved(rebuild)]
+
+    def beyond_matmuls(self) -> list[str]:
+        """Saved tensors to drop that take one matmul to make again, largest first; `left` is what stays saved."""
+        found = []
+        for name in sorted(self.left, key=lambda name: (-self.bytes_of(name), name)):
+            if name in self.kept or self.is_outside(name) or self.bytes_of(name) < self.min_bytes:
+                continue
+            if not self.returned.isdisjoint(self.members(name)):
+                continue
+            opened, extra = self.one_matmul_deep(name)
+            if not opened or sum(map(self.bytes_of, extra)) * MATMUL_MUST_FREE > self.bytes_of(name):
+                continue
+            self.opened |= opened
+            self.left = (self.left - {name}) | extra
+            found.append(name)
+        taken = {self.rep(name) for name in self.facts.before.saved}
+        return [name for name in found if name in taken]
+
+    def one_matmul_deep(self, name: str) -> tuple[set[str], set[str]]:
+        """The matmuls to repeat for ``name`` and what would be saved for them instead; no matmuls where it is not possible."""
+        opened: set[str] = set()
+        extra: set[str] = set()
+        seen: set[tuple[str, bool]] = set()
+        stack = [(name, True)]  # a value, and whether a matmul may still be repeated for it
+        while stack:
+            current, may_multiply = stack.pop()
+            if (current, may_multiply) in seen or (current in self.left and current != name):
+                continue
+            seen.add((current, may_multiply))
+            if self.can_repeat(current) and current not in self.opened:
+                stack += [(other, may_multiply) for other in self.inputs_of(current)]
+            elif may_multiply and self.is_matmul(current):
+                opened.add(current)
+                stack += [(other, False) for other in self.inputs_of(current)]
+            elif current == name or self.price(current) >= INFINITE:
+                return set(), set()
+            else:
+                extra.add(current)
+        return opened, extra
+
+    def is_matmul(self, name: str) -> bool:
+        """True for the output of a pure matmul of the forward that nothing writes to."""
+        site = self.facts.producer.get(name)
+        if site is None or site.pos not in self.forward or site.sub >= 0:
+            return False
+        op = op_at(self.facts.joint, site)
+        if op.tags & FIXED or not all(effect.kind is Kind.MATMUL for effect in effects_of(op)):
+            return False
+        return not any(self.is_written(other) for other in (*op.inputs, *op.outputs))
+
+    def is_view_of_saved(self, rebuild: Rebuild) -> bool:
+        """True where what would be dropped is memory that stays saved: keeping it is free."""
+        shared = self.facts.aliases.storage_of
+        return self.is_layout_only(rebuild.chain) and any(
+            name in shared and shared[name] == shared.get(rebuild.name) for name in rebuild.sources
+        )
 
     # ------------------------------------------------ facts about values
 
@@ -163,7 +255,7 @@ class _Search:
         """The first of the values that are equal to each, where it is not the value itself."""
 
         def may(site: Site, op: Op) -> bool:  # what reads memory that is written may read it at two moments
-            return site.pos in self.forward and _is_cheap(op) and not any(self.is_written(name) for name in op.inputs)
+            return site.pos in self.forward and self.is_cheap(op) and not any(self.is_written(name) for name in op.inputs)
 
         return equal_values(self.facts.joint, may)
 
@@ -182,24 +274,33 @@ class _Search:
         return self.equals.get(name, (name,))
 
     @cached_property
+    def returned(self) -> frozenset[str]:
+        """What the caller gets: it is there anyway."""
+        result = joint_result(self.facts.joint)
+        return frozenset((*refs(result["fw_flat_out"]), *refs(result["output"])))
+
+    @cached_property
     def candidates(self) -> tuple[str, ...]:
-        """Saved tensors that the backward takes as they are and that cheap ops could make again."""
+        """Tensors that the backward takes as they are, that ops could make again, and that are worth it."""
         taken = {self.rep(name) for name in self.facts.before.saved}
-        returned = set(refs(joint_result(self.facts.joint)["fw_flat_out"]))  # the caller holds them anyway
         return tuple(
             name
-            for name in dict.fromkeys(self.rep(name) for name in self.facts.after.saved)
+            for name in self.saved
             if name in taken
             and self.can_repeat(name)
             and self.own_bytes(name) >= max(1, self.min_bytes)
-            and returned.isdisjoint(self.members(name))
-            and not self.rebuilds_others(name)
+            and self.returned.isdisjoint(self.members(name))
+            and (self.level.takes_over or not self.rebuilds_others(name))
         )
 
     @cached_property
     def saved(self) -> Mapping[str, str]:
-        """The first of its equals to the value that is saved."""
-        return {self.rep(name): name for name in reversed(self.facts.after.saved)}
+        """What is saved unless it is dropped, in order of first use: the first of its equals to the value itself."""
+        saved = self.facts.before.saved if self.level.takes_over else self.facts.after.saved
+        found: dict[str, str] = {}
+        for name in saved:
+            found.setdefault(self.rep(name), name)
+        return found
 
     @cached_property
     def forward(self) -> frozenset[int]:
@@ -229,6 +330,8 @@ class _Search:
 
     def own_bytes(self, name: str) -> int:
         """Bytes that saving ``name`` costs: none where other saved values have its memory."""
+        if self.level.takes_over:
+            return 0 if self.is_outside(name) else self.bytes_of(name)
         shared, name = self.facts.fused_aliases, self.saved.get(name, name)
         if name not in shared.storage_of:
             return 0
@@ -250,6 +353,11 @@ class _Search:
             return INFINITE
         return INFINITE if value.nbytes is None else int(self.bytes_of(name) * NEW_SAVE) + 1
 
+    def is_outside(self, name: str) -> bool:
+        """True for memory that the caller owns, and for what is no tensor."""
+        shared = self.facts.aliases
+        return name not in shared.storage_of or shared.storages[shared.storage_of[name]].is_outside
+
     def is_written(self, name: str) -> bool:
         """True where the trace may write to the memory of ``name``."""
         shared = self.facts.aliases
@@ -260,23 +368,32 @@ class _Search:
         site = self.facts.producer.get(name)
         if site is None or site.pos not in self.forward:
             return False
+        if name in self.opened:
+            return True
         op = op_at(self.facts.joint, site)
-        if not _is_cheap(op) or not (op.inputs or site in self.facts.fusible):
+        if not self.is_cheap(op) or not (op.inputs or site in self.facts.fusible):
             return False
         return not any(self.is_written(other) for other in (*op.inputs, *op.outputs))
+
+    def is_cheap(self, op: Op) -> bool:
+        """True for a pure op that is worth doing again, at this level, rather than keeping its output."""
+        if op.is_fusion or op.tags & FIXED:
+            return False
+        return all(effect.is_pure and (effect.cheap or effect.kind in self.level.kinds) for effect in effects_of(op))
 
     def inputs_of(self, name: str) -> tuple[str, ...]:
         return tuple(self.rep(other) for other in op_at(self.facts.joint, self.facts.producer[name]).inputs)
 
     # ------------------------------------------------ one rebuild
 
-    def rebuild(self, name: str, cut: frozenset[str]) -> Rebuild:
+    def rebuild(self, name: str) -> Rebuild:
+        """How ``name`` is made from what is ``left``."""
         chain: dict[Site, None] = {}
         sources: dict[str, None] = {}
         stack = [name]
         while stack:
             current = stack.pop()
-            if current in cut or not self.can_repeat(current) or (current != name and self.price(current) == 0):
+            if current != name and (current in self.left or not self.can_repeat(current)):
                 sources[current] = None
                 continue
             site = self.facts.producer[current]
@@ -285,7 +402,8 @@ class _Search:
                 stack += self.inputs_of(current)
         order, starts = tuple(sorted(chain)), tuple(sources)
         uses = tuple(self.uses(name, order))
-        freed = self.own_bytes(name) - sum(self.price(source) for source in starts if source not in self.saved)
+        freed = self.own_bytes(name) if name in self.saved else 0
+        freed -= sum(self.price(source) for source in starts if source not in self.saved)
         return Rebuild(name, order, starts, uses, freed, self.traffic(name, order, starts, uses))
 
     def traffic(self, name: str, chain: Sequence[Site], sources: Sequence[str], uses: Sequence[Uses]) -> int:
@@ -388,13 +506,6 @@ class _Search:
         return firsts
 
 
-def _is_cheap(op: Op) -> bool:
-    """True for a pure op that is worth doing again rather than keeping its output."""
-    return (
-        not op.is_fusion and not op.tags & FIXED and all(effect.is_pure and effect.cheap for effect in effects_of(op))
-    )
-
-
 # ---------------------------------------------------------------- the plan
 
 
@@ -414,7 +525,7 @@ class _Writer:
         for rebuild in rebuilds:
             for use in rebuild.uses:
                 self.place(rebuild, use)
-        moved = [Insert(self.search.first_use(pos), Moved(pos)) for pos in sorted(self.moving)]
+        moved = [Insert(self.target(pos), Moved(pos)) for pos in sorted(self.moving)]
         renamed = tuple((pos, tuple(names.items())) for pos, names in sorted(self.renamed.items()))
         return JointPlan(tuple(self.inserts + moved), renamed, tuple(self.exports))
 
@@ -473,6 +584,12 @@ class _Writer:
             for user in self.facts.joint.consumers.get(name, ()):
                 if user in self.search.early:
                     self.move(user, place)
+
+    def target(self, pos: int) -> int:
+        """Where a moved op goes: before the first op that stays and takes its result, through others that move."""
+        consumers = self.facts.joint.consumers
+        users = {user for name in self.facts.joint.ops[pos].outputs for user in consumers.get(name, ()) if user != pos}
+        return min((self.target(user) if user in self.moving else user for user in users), default=pos + 1)
 
     def token(self, first: int) -> tuple[int, str | None]:
         """The last result before ``first`` that a kernel of the backward gives: position and name."""
