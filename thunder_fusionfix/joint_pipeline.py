@@ -3,7 +3,7 @@
     TraceCtx --read--> Graph --passes--> JointPlan --edit_joint--> TraceCtx' --read--> Graph' --verify--> kept
        \\--copy, later fusion passes--> TraceCtx --read--> Graph of what would be saved
 
-The dry run happens once per compile; twice where the trace writes in place. Thunder's rematerialization and its reordering by
+The dry run happens once per compile; twice where the trace writes in place, and once more for each level under a budget. Thunder's rematerialization and its reordering by
 dataflow know nothing of memory, so another set of candidates may make them read a tensor after it was overwritten: there what
 they make of the new trace is compared with what they make of the old one. A failure of ours costs the user one warning and a lost
 optimisation, never a step.
@@ -22,12 +22,15 @@ from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.edit_joint import apply_joint_plan, copied, fusible_sites
 from thunder_fusionfix.errors import FusionFixError, VerifyError
 from thunder_fusionfix.joint import JointFacts, JointPlan, JointReport, executed, split
-from thunder_fusionfix.model import Graph
+from thunder_fusionfix.model import Decision, Graph, Timeline
 from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
 from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
-from thunder_fusionfix.passes.recompute_cheap import plan_recompute_cheap
+from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, Level, plan_recompute_cheap
 from thunder_fusionfix.read import read
+from thunder_fusionfix.simulate import simulate
 from thunder_fusionfix.verify import PAIR_RULES, Allow, verify
+
+BUDGET = "memory_budget"  # what decisions about the budget as a whole are filed under
 
 _warned: set[str] = set()  # messages that this process has shown
 
@@ -66,26 +69,68 @@ def fix_joint(trace: TraceCtx, entry: Entry) -> tuple[TraceCtx, JointReport]:
 
 def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, JointReport]:
     graph = read(trace)
-    folds = plan_fold_matmuls(graph)
     dry_started = time.perf_counter()
     facts = JointFacts(graph, *_dry_run(trace, graph, entry.later))
     dry_run_seconds = time.perf_counter() - dry_started
 
-    plan = _plan(facts, entry)
+    budget = entry.config.memory_budget_bytes if graph.stage == "joint" else None
+    notes: tuple[Decision, ...] = ()
+    if budget is None:
+        done = _attempt(trace, facts, entry, DEFAULT)
+    else:
+        done, notes = _within(budget, trace, facts, entry)
     saved = facts.saved_bytes if graph.stage == "joint" else 0
-    new_trace, kept_input = trace, None
-    if not plan.is_empty:
-        applied = sum(decision.applied for decision in plan.decisions)
-        new_trace = apply_joint_plan(trace, plan, entry.after, f"thunder_fusionfix entry ({applied} rewrites)")
-        kept_input = _why_not(facts, new_trace, entry)
-    decisions = plan.decisions
-    if kept_input is not None:
-        new_trace = trace
-        decisions = tuple(replace(one, applied=False, reason=f"undone: {kept_input}") for one in decisions)
-    won = sum(decision.bytes_won for decision in decisions if decision.applied)
+    won = sum(decision.bytes_won for decision in done.decisions if decision.applied)
+    decisions = (*plan_fold_matmuls(graph), *done.decisions, *notes)
     seconds = time.perf_counter() - started
-    report = JointReport(graph.stage, saved, saved - won, folds + decisions, seconds, dry_run_seconds, kept_input)
-    return new_trace, report
+    return done.trace, JointReport(
+        graph.stage, saved, saved - won, decisions, seconds, dry_run_seconds, done.kept_input
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Attempt:
+    """One plan, carried out."""
+
+    trace: TraceCtx  # the input where the plan is empty or was not kept
+    decisions: tuple[Decision, ...]
+    kept_input: str | None = None
+
+
+def _attempt(trace: TraceCtx, facts: JointFacts, entry: Entry, level: Level) -> _Attempt:
+    plan = _plan(facts, entry, level)
+    if plan.is_empty:
+        return _Attempt(trace, plan.decisions)
+    applied = sum(decision.applied for decision in plan.decisions)
+    new_trace = apply_joint_plan(trace, plan, entry.after, f"thunder_fusionfix entry ({applied} rewrites)")
+    why_not = _why_not(facts, new_trace, entry)
+    if why_not is None:
+        return _Attempt(new_trace, plan.decisions)
+    undone = tuple(replace(one, applied=False, reason=f"undone: {why_not}") for one in plan.decisions)
+    return _Attempt(trace, undone, why_not)
+
+
+def _within(budget: int, trace: TraceCtx, facts: JointFacts, entry: Entry) -> tuple[_Attempt, tuple[Decision, ...]]:
+    """The first of `LEVELS` whose estimated peak fits ``budget``, else the one with the lowest; and what to tell of it.
+
+    A lower budget takes the same level or one with a lower peak. Each level costs one more dry run.
+    """
+    best: tuple[int, _Attempt, Level, Timeline] | None = None
+    for level in LEVELS:
+        done = _attempt(trace, facts, entry, level)
+        graph = facts.fused if done.trace is trace else _dry_run(done.trace, read(done.trace), entry.later)[0]
+        timeline = simulate(executed(graph))
+        if best is None or timeline.peak_bytes < best[0]:
+            best = (timeline.peak_bytes, done, level, timeline)
+        if best[0] <= budget:
+            break
+    assert best is not None
+    peak, done, level, timeline = best
+    held = ", ".join(f"{holder.name} ({holder.nbytes} bytes, {holder.producer})" for holder in timeline.holders[:6])
+    fits = peak <= budget
+    why = "fits" if fits else f"does not fit; the largest that the peak holds: {held}"
+    what = f"memory budget of {budget} bytes: estimated peak of this trace {peak} bytes, by {level.name}"
+    return done, (Decision(BUDGET, timeline.peak_pos, facts.joint.name, what, why, fits),)
 
 
 def _dry_run(trace: TraceCtx, graph: Graph, later: Sequence[FusionExecutor]) -> tuple[Graph, frozenset]:
@@ -102,11 +147,11 @@ def _dry_run(trace: TraceCtx, graph: Graph, later: Sequence[FusionExecutor]) -> 
     return read(fused), fusible
 
 
-def _plan(facts: JointFacts, entry: Entry) -> JointPlan:
+def _plan(facts: JointFacts, entry: Entry, level: Level) -> JointPlan:
     """What both joint passes want; the layouts that one rebuilds are not the other's to claim."""
     config, fuel = entry.config, entry.fuel
     has_backward = facts.joint.stage == "joint"
-    plan = plan_recompute_cheap(facts, config, fuel) if config.recompute_cheap and has_backward else JointPlan()
+    plan = plan_recompute_cheap(facts, config, fuel, level) if config.recompute_cheap and has_backward else JointPlan()
     if config.claim_layouts:
         left = None if fuel is None else fuel - sum(decision.applied for decision in plan.decisions)
         claimed = plan_claim_layouts(facts, plan, left)
