@@ -29,10 +29,12 @@ way from what is saved to a rebuilt tensor (attention scores, the projections of
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from thunder_fusionfix.alias import Aliases
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.effects import Kind, short_name
 from thunder_fusionfix.joint import (
@@ -148,23 +150,27 @@ class _Search:
         while True:
             self.opened = set()
             rebuilds = self.propose()
-            too_dear = [rebuild for rebuild in rebuilds if not self.pays(rebuild)]
-            if not too_dear:
+            by_memory: dict[str, list[Rebuild]] = {}
+            for rebuild in rebuilds:
+                by_memory.setdefault(self.mates(rebuild.name)[0], []).append(rebuild)
+            if all([self.pays(mates) for mates in by_memory.values()]):  # noqa: C419 -- each notes why not
                 return sorted(rebuilds, key=lambda rebuild: (-rebuild.freed_bytes, rebuild.name))
 
-    def pays(self, rebuild: Rebuild) -> bool:
-        """Whether ``rebuild`` frees enough for what it costs; notes why not."""
-        if not rebuild.uses or not any(self.is_tensor(source) for source in rebuild.sources):
-            self.kept[rebuild.name] = "no place in the backward where it could be made again"
-        elif len(rebuild.chain) > self.level.max_chain:
-            self.kept[rebuild.name] = f"takes {len(rebuild.chain)} ops to make again"
-        elif not self.level.takes_over and (
-            rebuild.freed_bytes <= 0 or rebuild.traffic_bytes > self.level.max_traffic * rebuild.freed_bytes
-        ):
-            self.kept[rebuild.name] = (
-                f"making it again moves {rebuild.traffic_bytes} bytes for {rebuild.freed_bytes} that it frees"
-            )
-        return rebuild.name not in self.kept
+    def pays(self, mates: Sequence[Rebuild]) -> bool:
+        """Whether the rebuilds of one piece of memory free enough for what they cost; notes why not."""
+        freed = sum(rebuild.freed_bytes for rebuild in mates)
+        traffic = sum(rebuild.traffic_bytes for rebuild in mates)
+        longest = max(len(rebuild.chain) for rebuild in mates)
+        why_not = None
+        if not all(rebuild.uses and any(map(self.is_tensor, rebuild.sources)) for rebuild in mates):
+            why_not = "no place in the backward where it could be made again"
+        elif longest > self.level.max_chain:
+            why_not = f"takes {longest} ops to make again"
+        elif not self.level.takes_over and (freed <= 0 or traffic > self.level.max_traffic * freed):
+            why_not = f"making it again moves {traffic} bytes for {freed} that it frees"
+        if why_not is not None:
+            self.kept.update((rebuild.name, why_not) for rebuild in mates)
+        return why_not is None
 
     def propose(self) -> list[Rebuild]:
         """What a minimum cut drops, given what is ``kept``."""
@@ -189,8 +195,10 @@ class _Search:
         self.left = (set(self.saved) - set(dropped)) | cut
         if self.level.repeats_matmuls:
             dropped += self.beyond_matmuls()
-        rebuilds = [self.rebuild(name) for name in dropped]
-        return [rebuild for rebuild in rebuilds if not self.is_view_of_saved(rebuild)]
+        # what shares memory with a tensor that stays is free to keep
+        stays = [name for name in dropped if not self.left.isdisjoint(self.mates(name))]
+        self.left.update(stays)
+        return [self.rebuild(name) for name in dropped if name not in stays]
 
     def beyond_matmuls(self) -> list[str]:
         """Saved tensors to drop that take one matmul to make again, largest first; `left` is what stays saved."""
@@ -241,13 +249,6 @@ class _Search:
             return False
         return not any(self.is_written(other) for other in (*op.inputs, *op.outputs))
 
-    def is_view_of_saved(self, rebuild: Rebuild) -> bool:
-        """True where what would be dropped is memory that stays saved: keeping it is free."""
-        shared = self.facts.aliases.storage_of
-        return self.is_layout_only(rebuild.chain) and any(
-            name in shared and shared[name] == shared.get(rebuild.name) for name in rebuild.sources
-        )
-
     # ------------------------------------------------ facts about values
 
     @cached_property
@@ -283,15 +284,39 @@ class _Search:
     def candidates(self) -> tuple[str, ...]:
         """Tensors that the backward takes as they are, that ops could make again, and that are worth it."""
         taken = {self.rep(name) for name in self.facts.before.saved}
-        return tuple(
+        may = {
             name
             for name in self.saved
             if name in taken
             and self.can_repeat(name)
-            and self.own_bytes(name) >= max(1, self.min_bytes)
             and self.returned.isdisjoint(self.members(name))
             and (self.level.takes_over or not self.rebuilds_others(name))
+        }
+        return tuple(
+            name
+            for name in self.saved
+            if may.issuperset(self.mates(name)) and self.own_bytes(name) >= max(1, self.min_bytes)
         )
+
+    def mates(self, name: str) -> tuple[str, ...]:
+        """What is saved and has the memory of the saved value ``name``, itself included."""
+        return self.by_memory.get(self.memory_of(name), (name,))
+
+    @cached_property
+    def by_memory(self) -> Mapping[int | None, tuple[str, ...]]:
+        found: dict[int | None, list[str]] = {}
+        for name in self.saved:
+            if (memory := self.memory_of(name)) is not None:
+                found.setdefault(memory, []).append(name)
+        return {memory: tuple(names) for memory, names in found.items()}
+
+    def memory_of(self, name: str) -> int | None:
+        """The storage of a value, among those of the trace that decides what is saved; None for what is no tensor."""
+        return self.shared.storage_of.get(self.saved.get(name, name))
+
+    @property
+    def shared(self) -> Aliases:
+        return self.facts.aliases if self.level.takes_over else self.facts.fused_aliases
 
     @cached_property
     def saved(self) -> Mapping[str, str]:
@@ -329,17 +354,11 @@ class _Search:
         return frozenset(self.facts.after.backward)
 
     def own_bytes(self, name: str) -> int:
-        """Bytes that saving ``name`` costs: none where other saved values have its memory."""
-        if self.level.takes_over:
-            return 0 if self.is_outside(name) else self.bytes_of(name)
-        shared, name = self.facts.fused_aliases, self.saved.get(name, name)
-        if name not in shared.storage_of:
+        """Bytes of the memory of the saved value ``name``; 0 where the caller owns it."""
+        memory = self.memory_of(name)
+        if memory is None or self.shared.storages[memory].is_outside:
             return 0
-        storage = shared.storages[shared.storage_of[name]]
-        saved = self.facts.after.saved
-        if storage.is_outside or any(other != name and other in saved for other in storage.names):
-            return 0
-        return storage.nbytes or 0
+        return self.shared.storages[memory].nbytes or 0
 
     def price(self, name: str) -> int:
         """Price of saving ``name``: 0 for what is saved anyway, `INFINITE` for what may not be saved."""
@@ -402,7 +421,7 @@ class _Search:
                 stack += self.inputs_of(current)
         order, starts = tuple(sorted(chain)), tuple(sources)
         uses = tuple(self.uses(name, order))
-        freed = self.own_bytes(name) if name in self.saved else 0
+        freed = self.own_bytes(name) if name in self.saved and self.mates(name)[0] == name else 0
         freed -= sum(self.price(source) for source in starts if source not in self.saved)
         return Rebuild(name, order, starts, uses, freed, self.traffic(name, order, starts, uses))
 
@@ -518,40 +537,69 @@ class _Writer:
     inserts: list[Insert] = field(default_factory=list)
     renamed: dict[int, dict[str, str]] = field(default_factory=dict)
     exports: dict[tuple[int, str], None] = field(default_factory=dict)
-    made: dict[tuple[int, str], str] = field(default_factory=dict)  # (place, first of its equals) to the new value
+    # first of its equals to the places where it is made again, in order, and the new values
+    made: defaultdict[str, list[tuple[int, str]]] = field(default_factory=lambda: defaultdict(list))
     moving: set[int] = field(default_factory=set)
 
     def write(self, rebuilds: Iterable[Rebuild]) -> JointPlan:
-        for rebuild in rebuilds:
-            for use in rebuild.uses:
-                self.place(rebuild, use)
+        jobs = [(*self.where(rebuild, use), rebuild, use) for rebuild in rebuilds for use in rebuild.uses]
+        for place, token, rebuild, use in sorted(jobs, key=lambda job: (job[0], job[2].chain)):
+            self.put(place, token, rebuild, use)
         moved = [Insert(self.target(pos), Moved(pos)) for pos in sorted(self.moving)]
         renamed = tuple((pos, tuple(names.items())) for pos, names in sorted(self.renamed.items()))
         return JointPlan(tuple(self.inserts + moved), renamed, tuple(self.exports))
 
-    def place(self, rebuild: Rebuild, use: Uses) -> None:
+    def where(self, rebuild: Rebuild, use: Uses) -> tuple[int, str | None]:
+        """The position before which the clones for ``use`` go, and the value that they wait for."""
         token_pos, token = self.token(use.first)
-        sources = {name: self.source(name) for name in rebuild.sources}
-        known = [self.facts.producer[name].pos for name in sources.values() if name in self.facts.producer]
-        place = max([token_pos, *known]) + 1
-        for name in self.anchored(rebuild, token):
-            if (place, name) not in self.made:
-                self.made[place, name] = output = f"{name}%{place}"
-                self.inserts.append(Insert(place, Anchor(sources[name], token, output)))  # type: ignore[arg-type]
-        for name, member in sources.items():
-            self.made.setdefault((place, name), member)
+        sources = (self.source(name) for name in rebuild.sources)
+        known = [self.facts.producer[name].pos for name in sources if name in self.facts.producer]
+        return max([token_pos, *known]) + 1, token
+
+    def put(self, place: int, token: str | None, rebuild: Rebuild, use: Uses) -> None:
+        chain = self.missing(rebuild, place)
+        taken = {self.search.rep(name) for site in chain for name in op_at(self.facts.joint, site).inputs}
+        sources = [name for name in rebuild.sources if name in taken]
+        for name in self.anchored(rebuild, sources, chain, token):
+            if self.found(name, place) is None:
+                self.made[name].append((place, output := f"{name}%{place}"))
+                self.inserts.append(Insert(place, Anchor(self.source(name), token, output)))  # type: ignore[arg-type]
         is_claimed = (
             self.search.is_layout_only(rebuild.chain)
             and self.facts.fusible.issuperset(rebuild.chain)
             and self.search.is_written_out(use)
         )
-        for site in rebuild.chain:
+        for site in chain:
             self.clone(site, place, is_claimed)
+        rebuilt = self.found(rebuild.name, place)
+        assert rebuilt is not None
         for pos in use.consumers:
             for member in self.search.members(rebuild.name):
                 if member in self.facts.joint.ops[pos].inputs:
-                    self.renamed.setdefault(pos, {})[member] = self.made[place, rebuild.name]
+                    self.renamed.setdefault(pos, {})[member] = rebuilt
             self.move(pos, place)
+
+    def missing(self, rebuild: Rebuild, place: int) -> list[Site]:
+        """The ops of the chain that have to be repeated at ``place``: all but what was made again not far before."""
+        needed: set[Site] = set()
+        stack = [rebuild.name]
+        while stack:
+            current = stack.pop()
+            site = self.facts.producer.get(current)
+            if site not in rebuild.chain or site in needed or self.found(current, place) is not None:
+                continue
+            needed.add(site)
+            stack += self.search.inputs_of(current)
+        return [site for site in rebuild.chain if site in needed]
+
+    def found(self, name: str, place: int) -> str | None:
+        """What stands for ``name`` at ``place``: made there or within `SPAN` kernels before; None where nothing."""
+        kernels = self.search.kernels_before
+        for before, output in reversed(self.made[name]):
+            if before <= place:
+                near = kernels[min(place, len(kernels) - 1)] - kernels[min(before, len(kernels) - 1)] <= SPAN
+                return output if near else None
+        return None
 
     def source(self, name: str) -> str:
         """The value that stands for ``name``: the one that is saved, else one that the trace has outside of regions."""
@@ -568,11 +616,10 @@ class _Writer:
 
     def clone(self, site: Site, place: int, is_claimed: bool) -> None:
         op, rep = op_at(self.facts.joint, site), self.search.rep
-        if all((place, rep(name)) in self.made for name in op.outputs):
-            return
-        names = {name: self.made[place, rep(name)] for name in op.inputs}
+        names = {name: self.found(rep(name), place) or self.source(rep(name)) for name in op.inputs}
         for name in op.outputs:
-            names[name] = self.made[place, rep(name)] = f"{name}%{place}"
+            names[name] = output = f"{name}%{place}"
+            self.made[rep(name)].append((place, output))
         self.inserts.append(Insert(place, Clone(site, tuple(names.items()), is_claimed)))
 
     def move(self, pos: int, place: int) -> None:
@@ -605,14 +652,15 @@ class _Writer:
                 fallback = (pos, given[0])
         return fallback
 
-    def anchored(self, rebuild: Rebuild, token: str | None) -> list[str]:
+    def anchored(
+        self, rebuild: Rebuild, sources: Sequence[str], chain: Sequence[Site], token: str | None
+    ) -> list[str]:
         """Sources that wait for the token: the one that costs least to read twice, as the neighbours in a fusion may read it
         under its own name; all of them where a clone would stand alone and could be merged away."""
-        tensors = [name for name in rebuild.sources if self.search.is_tensor(name)]
-        if token is None:
+        tensors = [name for name in sources if self.search.is_tensor(name)]
+        if token is None or not tensors:
             return []
-        stand_alone = self.search.is_layout_only(rebuild.chain) or not self.facts.fusible.issuperset(rebuild.chain)
-        if stand_alone:
+        if self.search.is_layout_only(chain) or not self.facts.fusible.issuperset(chain):
             return tensors
         return [min(tensors, key=lambda name: (self.search.bytes_of(name), self.dependents(rebuild, name), name))]
 
