@@ -82,7 +82,9 @@ def test_either_order_gives_the_same_numbers(order) -> None:
     args = mlp_args()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        assert_equal(run(gated_mlp, copied(args), "dataflow", executors=order, **ALL), run(gated_mlp, copied(args), None))
+        assert_equal(
+            run(gated_mlp, copied(args), "dataflow", executors=order, **ALL), run(gated_mlp, copied(args), None)
+        )
 
 
 @needs_nvfuser

@@ -20,9 +20,7 @@ def cheapest(prices: dict[str, int], made_from: dict[str, tuple[str, ...]], want
     """The price of the best of all sets."""
     sets = (frozenset(some) for size in range(len(prices) + 1) for some in combinations(prices, size))
     return min(
-        sum(prices[name] for name in kept)
-        for kept in sets
-        if all(can_make(name, kept, made_from) for name in wanted)
+        sum(prices[name] for name in kept) for kept in sets if all(can_make(name, kept, made_from) for name in wanted)
     )
 
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 from cpu_nvfuser import nvfuser_on_cpu
-from runs import assert_equal, copied, run
+from runs import assert_equal, copied, distance, run
+from thunder.core import rematerialization
+from torch.utils.checkpoint import checkpoint
 
-from thunder_fusionfix._thunder import nvfuser_version
+from thunder_fusionfix._thunder import nvfuser_version, replaced
+from thunder_fusionfix.effects import short_name
+from thunder_fusionfix.executor import fusionfix_ex
+from thunder_fusionfix.passes.recompute_cheap import NAME
 from thunder_fusionfix.read import read
 
 pytestmark = pytest.mark.skipif(nvfuser_version() is None, reason="nvFuser is not installed")
@@ -70,3 +77,202 @@ def test_output_that_the_caller_holds_is_not_rebuilt():
     """Dropping what the caller gets anyway frees nothing: it stays saved, and nothing is saved in its place."""
     args = arguments([(3, 4)])
     assert saved_bytes(cast_and_back, args, ENTRY) <= saved_bytes(cast_and_back, args, PLAIN)
+
+
+# ---------------------------------------------------------------- what must be seen to hold
+
+
+OPTIONS = {"fusionfix_strict": True, "fusionfix_recompute_min_bytes": 0}
+
+
+def traces(fn, args, executors=ENTRY, fusion_type="dataflow", **options):
+    """The final forward and backward Graphs of ``fn``."""
+    with nvfuser_on_cpu():
+        jitted = thunder.jit(fn, executors=executors, fusion_type=fusion_type, **{**OPTIONS, **options})
+        jitted(*args)
+        return read(thunder.last_traces(jitted)[-1]), read(thunder.last_backward_traces(jitted)[-1])
+
+
+def large(graph, least: int):
+    """Saved tensors of at least so many elements that are no arguments."""
+    return [name for name in graph.saved if name not in graph.args and (graph.values[name].numel or 0) >= least]
+
+
+def applied():
+    return [one for report in fusionfix_ex.reports for one in report.decisions if one.applied and one.pass_name == NAME]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_reports():
+    fusionfix_ex.reports.clear()
+
+
+def assert_gradients_equal_float64(fn, args, fusion_type="dataflow", **options):
+    """Outputs and gradients with the entry are those of eager in float64, within float32's spread."""
+    wide = [arg.detach().double().requires_grad_(arg.requires_grad) for arg in args]
+    want = run(fn, wide, None)
+    got = run(fn, copied(args), fusion_type, executors=ENTRY, **{**OPTIONS, **options})
+    assert list(got) == list(want)
+    for name, value in want.items():
+        assert distance(got[name], value) < 1e-5, name
+
+
+@pytest.mark.parametrize("fusion_type", ["dataflow", "consecutive"])
+def test_gated_mlp_saves_two_large_tensors_instead_of_three(fusion_type):
+    """gate and up stay; their product is made again, once, right after the gradient that comes before it."""
+    args = arguments(PROGRAMS["gated_mlp"][1])
+    assert len(large(traces(gated_mlp, args, PLAIN, fusion_type)[0], 72)) >= 3
+    forward, backward = traces(gated_mlp, args, ENTRY, fusion_type)
+    assert len(large(forward, 72)) == 2
+    (after,) = (pos for pos, op in enumerate(backward.ops) if op.id == "fusionfix_after")
+    token = backward.ops[after].inputs[1]
+    assert backward.producer[token] < after and backward.ops[backward.producer[token]].id == "torch.matmul"
+    assert sum(decision.bytes_won for decision in applied()) >= 6 * 12 * 4
+    assert_gradients_equal_float64(gated_mlp, args, fusion_type)
+
+
+def tower(x, *weights):
+    for gate, up, down in zip(weights[::3], weights[1::3], weights[2::3]):
+        x = x + gated_mlp(x, gate, up, down)
+    return x
+
+
+@pytest.mark.parametrize("fusion_type", ["dataflow", "consecutive"])
+def test_rebuilds_of_layers_are_not_gathered(fusion_type):
+    """With many layers, no fusion makes more than one layer's product again: each waits for its own gradient."""
+    args = arguments([(6, 8), *[(12, 8), (12, 8), (8, 12)] * 4])
+    _, backward = traces(tower, args, ENTRY, fusion_type)
+    products = [
+        sum(leaf.outputs[0].startswith("bw_") and leaf.id == "prims.mul" for leaf in op.leaves)
+        for op in backward.ops
+        if op.is_fusion
+    ]
+    anchors = [op for op in backward.ops if op.id == "fusionfix_after"]
+    assert len(anchors) >= 4 and len({op.inputs[1] for op in anchors}) == len(anchors)
+    assert sum(products) >= 4 and max(products) <= 2  # silu and the product itself
+    assert_gradients_equal_float64(tower, args, fusion_type)
+
+
+def counts(graph, *names):
+    return sum(short_name(leaf.id) in names for op in graph.ops for leaf in op.leaves)
+
+
+@pytest.mark.parametrize("budget", [{}, {"fusionfix_memory_budget": 1}], ids=["default", "budget"])
+def test_random_op_is_never_repeated(budget):
+    """Dropout between cheap ops: what needs its mask keeps it, and the generator is drawn from as often as before."""
+
+    def fn(x, w):
+        h = F.dropout(F.silu(x @ w), 0.5) * 2
+        return (h.exp() @ w) * h
+
+    args = arguments([(4, 6, 8), (8, 8)])
+    draws = "uniform", "uniform_philox", "get_and_update_rng_state"
+    # nvFuser's pass would take the generator's state from a GPU
+    with replaced(rematerialization, "replace_uniform", lambda trace: trace):
+        (plain_fw, plain_bw), (fw, bw) = traces(fn, args, PLAIN), traces(fn, args, ENTRY, **budget)
+        assert counts(fw, *draws) == counts(plain_fw, *draws) == 1
+        assert counts(bw, *draws) == counts(plain_bw, *draws) == 0
+        want = run(fn, copied(args), "dataflow")
+        assert_equal(run(fn, copied(args), "dataflow", executors=ENTRY, **OPTIONS, **budget), want, 1e-6)
+
+
+def test_nothing_is_made_again_from_memory_that_is_written():
+    """A buffer that the forward updates in place is no source, before or after the update."""
+
+    def fn(x, w, seen):
+        h = torch.sigmoid(seen) * (x @ w)
+        seen.add_(h.detach().mean((0, 1)))
+        return (h * torch.sigmoid(seen)) @ w
+
+    args = [*arguments([(4, 6, 8), (8, 8)]), torch.zeros(8)]
+    for fusion_type in ("dataflow", "consecutive"):
+        # plain Thunder's gradients are not eager's here: it reads the buffer in the backward, after the update
+        want = run(fn, copied(args), fusion_type)
+        for budget in ({}, {"fusionfix_memory_budget": 1}):
+            assert_equal(run(fn, copied(args), fusion_type, executors=ENTRY, **OPTIONS, **budget), want, 0.0)
+    assert not any("seen" in decision.what for decision in applied())
+
+
+def test_tied_weights_and_shared_inputs_get_one_gradient_each():
+    """One parameter used by two layers, one activation by three ops."""
+
+    def fn(x, w):
+        h = F.silu(x @ w) * (x @ w.t())
+        return (h @ w) * h + F.linear(h, w)
+
+    assert_gradients_equal_float64(fn, arguments([(4, 6, 8), (8, 8)]))
+    assert applied()
+
+
+@pytest.mark.parametrize("fusion_type", ["dataflow", "consecutive"])
+def test_checkpoint_is_respected(fusion_type):
+    """What the user asked to compute again is not saved instead, and saved bytes never grow."""
+
+    def fn(x, gate, up, down):
+        return checkpoint(gated_mlp, torch.tanh(x), gate, up, down, use_reentrant=False) * 2
+
+    args = arguments(PROGRAMS["gated_mlp"][1])
+    plain, ours = (saved(traces(fn, args, executors, fusion_type)[0]) for executors in (PLAIN, ENTRY))
+    assert ours <= plain
+    assert_gradients_equal_float64(fn, args, fusion_type)
+
+
+def saved(graph):
+    return sum(graph.values[name].nbytes or 0 for name in graph.saved if name not in graph.args)
+
+
+def test_small_tensors_stay_saved_by_default():
+    """A kernel costs more than a few bytes: below the bound of 1 MiB nothing is made again."""
+    args = arguments(PROGRAMS["gated_mlp"][1])
+    assert traces(gated_mlp, args, ENTRY, fusionfix_recompute_min_bytes=2**20)[0].saved
+    assert not applied()
+
+
+def test_autocast_gradients_are_as_near_to_float64_as_plain_thunders():
+    """Under bf16 autocast, twice the distance of plain Thunder at most."""
+    args = arguments(PROGRAMS["gated_mlp"][1])
+    wide = run(gated_mlp, [arg.detach().double().requires_grad_() for arg in args], None)
+    found = []
+    for executors in (PLAIN, ENTRY):
+        with torch.autocast("cpu", torch.bfloat16):
+            found.append(run(gated_mlp, copied(args), "dataflow", executors=executors, **OPTIONS))
+    plain, ours = ({name: distance(result[name], wide[name]) for name in wide} for result in found)
+    assert all(ours[name] <= 2 * plain[name] + 1e-6 for name in wide)
+
+
+# ---------------------------------------------------------------- a budget
+
+
+def peak_told(**options):
+    (decision,) = (
+        one for report in fusionfix_ex.reports for one in report.decisions if one.pass_name == "memory_budget"
+    )
+    return int(re.search(r"estimated peak of this trace (\d+) bytes", decision.what)[1]), decision
+
+
+def test_lower_budget_never_gives_a_higher_estimated_peak():
+    """From more than enough down to nothing; what does not fit is told with what holds it."""
+    args = arguments([(64, 32), *[(96, 32), (96, 32), (32, 96)] * 2])
+    peaks = []
+    first = None
+    for share in (10.0, 1.0, 0.9, 0.0):
+        fusionfix_ex.reports.clear()
+        budget = max(1, int(share * (first or 10**6)))
+        traces(tower, args, ENTRY, fusionfix_memory_budget=budget)
+        peak, decision = peak_told()
+        first = first or peak
+        peaks.append(peak)
+        assert decision.applied == (peak <= budget)
+        assert decision.applied or "the largest that the peak holds" in decision.reason
+    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0]
+
+
+def test_budget_repeats_matmuls_of_one_layer_and_gradients_stay():
+    """Under a budget of nothing the MLP's projections are computed again, each layer from its own input."""
+    args = arguments([(64, 32), *[(96, 32), (96, 32), (32, 96)] * 2])
+    options = {"fusionfix_memory_budget": 1}
+    forward, backward = traces(tower, args, ENTRY, **options)
+    assert saved(forward) < saved(traces(tower, args, ENTRY)[0])
+    plain = counts(traces(tower, args, PLAIN)[1], "linear", "matmul")
+    assert plain < counts(backward, "linear", "matmul") <= plain + 2 * 2
+    assert_gradients_equal_float64(tower, args, **options)

@@ -159,7 +159,7 @@ class _Search:
     def pays(self, mates: Sequence[Rebuild]) -> bool:
         """Whether the rebuilds of one piece of memory free enough for what they cost; notes why not."""
         freed = sum(rebuild.freed_bytes for rebuild in mates)
-        traffic = sum(rebuild.traffic_bytes for rebuild in mates)
+        traffic = self.joint_traffic(mates)
         longest = max(len(rebuild.chain) for rebuild in mates)
         why_not = None
         if not all(rebuild.uses and any(map(self.is_tensor, rebuild.sources)) for rebuild in mates):
@@ -256,7 +256,9 @@ class _Search:
         """The first of the values that are equal to each, where it is not the value itself."""
 
         def may(site: Site, op: Op) -> bool:  # what reads memory that is written may read it at two moments
-            return site.pos in self.forward and self.is_cheap(op) and not any(self.is_written(name) for name in op.inputs)
+            return (
+                site.pos in self.forward and self.is_cheap(op) and not any(self.is_written(name) for name in op.inputs)
+            )
 
         return equal_values(self.facts.joint, may)
 
@@ -421,8 +423,10 @@ class _Search:
                 stack += self.inputs_of(current)
         order, starts = tuple(sorted(chain)), tuple(sources)
         uses = tuple(self.uses(name, order))
-        freed = self.own_bytes(name) if name in self.saved and self.mates(name)[0] == name else 0
-        freed -= sum(self.price(source) for source in starts if source not in self.saved)
+        freed = 0
+        if self.mates(name)[0] == name:  # the first of those that share memory stands for all of them
+            freed = self.own_bytes(name) if name in self.saved else 0
+            freed -= sum(self.price(source) for source in starts if source not in self.saved)
         return Rebuild(name, order, starts, uses, freed, self.traffic(name, order, starts, uses))
 
     def traffic(self, name: str, chain: Sequence[Site], sources: Sequence[str], uses: Sequence[Uses]) -> int:
@@ -437,6 +441,12 @@ class _Search:
             if not is_layout_chain(op):
                 moved += sum(self.bytes_of(other) for other in (*op.inputs, *op.outputs))
         return moved * len(uses)
+
+    def joint_traffic(self, mates: Sequence[Rebuild]) -> int:
+        """Bytes that all rebuilds of one piece of memory move: near uses share what they are made from."""
+        base = min(mates, key=lambda rebuild: len(rebuild.chain))
+        consumers = {pos for rebuild in mates for use in rebuild.uses for pos in use.consumers}
+        return self.traffic(base.name, base.chain, base.sources, tuple(self.clustered(consumers, base.chain)))
 
     def is_layout_only(self, chain: Sequence[Site]) -> bool:
         return all(is_layout_chain(op_at(self.facts.joint, site)) for site in chain)
@@ -459,7 +469,11 @@ class _Search:
     def uses(self, name: str, chain: Sequence[Site]) -> Iterator[Uses]:
         """The backward ops that take ``name`` or its equals, in groups that share one rebuild."""
         consumers = {pos for member in self.members(name) for pos in self.facts.joint.consumers.get(member, ())}
-        firsts = sorted((self.first_use(pos), pos) for pos in consumers if pos in self.backward)
+        return self.clustered(consumers & self.backward, chain)
+
+    def clustered(self, consumers: Iterable[int], chain: Sequence[Site]) -> Iterator[Uses]:
+        """``consumers`` in groups that lie within `SPAN` kernels of one another; layouts are made for each anew."""
+        firsts = sorted((self.first_use(pos), pos) for pos in consumers)
         span = 0 if self.is_layout_only(chain) else SPAN
         group: list[int] = []
         start = -1
@@ -652,9 +666,7 @@ class _Writer:
                 fallback = (pos, given[0])
         return fallback
 
-    def anchored(
-        self, rebuild: Rebuild, sources: Sequence[str], chain: Sequence[Site], token: str | None
-    ) -> list[str]:
+    def anchored(self, rebuild: Rebuild, sources: Sequence[str], chain: Sequence[Site], token: str | None) -> list[str]:
         """Sources that wait for the token: the one that costs least to read twice, as the neighbours in a fusion may read it
         under its own name; all of them where a clone would stand alone and could be merged away."""
         tensors = [name for name in sources if self.search.is_tensor(name)]
