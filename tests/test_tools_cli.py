@@ -83,12 +83,16 @@ def test_exit_code_is_0_fine_1_differs_2_wrong_usage(files: dict[str, str], args
     assert run(*(files.get(arg, arg) for arg in args)).exit_code == code
 
 
-def test_wrong_usage_names_file_and_line(files: dict[str, str], tmp_path: Path) -> None:
-    """One line on standard error says which file, and where in it; nothing goes to standard output."""
-    for args in (("explain", files["prose"]), ("diff", files["before"], str(tmp_path / "nowhere.txt"))):
+def test_wrong_usage_names_the_file(files: dict[str, str], tmp_path: Path) -> None:
+    """One line on standard error says which file, and what is wrong with it; nothing goes to standard output."""
+    nowhere = str(tmp_path / "nowhere.txt")
+    for args, words in (
+        (("explain", files["prose"]), ":1: no trace found"),
+        (("diff", files["before"], nowhere), ": there"),
+    ):
         result = run(*args)
         assert result.stdout == ""
-        assert re.fullmatch(rf"error: {re.escape(args[-1])}:1: .+\n", result.stderr)
+        assert re.fullmatch(rf"error: {re.escape(args[-1])}{words}.+\n", result.stderr)
 
 
 # ---------------------------------------------------------------- what the verbs say

@@ -32,10 +32,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from thunder_fusionfix.errors import FusionFixError, UsageError
 from thunder_fusionfix.measure import STATE, WAITING, Job, now
+from thunder_fusionfix.model_names import check_name
 from thunder_fusionfix.predict import resolved
 from thunder_fusionfix.results import (
     FAILED,
@@ -375,11 +376,16 @@ def _end_of(process: _Process) -> str:
 # ---------------------------------------------------------------- the command
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as the other verbs do."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
-    parser = argparse.ArgumentParser(
-        prog="python -m thunder_fusionfix.bench", description="Measures a model, variant by variant."
-    )
+    parser = _Parser(prog="fusionfix bench", description="Measures a model, variant by variant.")
     parser.add_argument("model", help="a named configuration, or file.py:function")
     for name in ("layers", "hidden-size", "seq", "batch"):
         parser.add_argument(f"--{name}", type=int)
@@ -410,6 +416,7 @@ def command(spec: Spec, options: Options, *, measuring: bool = True, line: str =
     Raises:
         UsageError: as `bench`.
     """
+    check_name(spec.model)
     with _shown_progress() as progress:
         run = bench(spec, options, measuring=measuring, command=line, progress=progress)
     print(plain_table(run))
@@ -453,9 +460,9 @@ def _shown_progress() -> Iterator[Progress]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 where every variant was measured, 1 where one was not, 2 for wrong usage."""
     given = sys.argv[1:] if argv is None else list(argv)
-    args = parser().parse_args(given)
-    spec = Spec(args.model, args.layers, args.hidden_size, args.seq, args.batch, args.optimizer)
     try:
+        args = parser().parse_args(given)
+        spec = Spec(args.model, args.layers, args.hidden_size, args.seq, args.batch, args.optimizer)
         options = Options(
             variants=tuple(filter(None, args.variants.split(","))),
             out=args.out,

@@ -24,6 +24,7 @@ import typer
 from thunder_fusionfix import __version__
 from thunder_fusionfix.document import Block, Line
 from thunder_fusionfix.errors import FusionFixError, UsageError
+from thunder_fusionfix.model_names import NAMES
 from thunder_fusionfix.targets import Target, explain_target, fix_target, save_program
 from thunder_fusionfix.tools_cli import (
     AsJson,
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 FINE, FAILED, WRONG_USAGE = 0, 1, 2
 PICTURES = (".png", ".svg", ".pdf")
+PAGES = (".html", ".htm")
 
 app = typer.Typer(
     name="fusionfix",
@@ -51,12 +53,7 @@ app = typer.Typer(
     help="Finds and fixes layout ops that cost memory in Lightning Thunder's fusions, and shows what it did.",
 )
 
-# The keys of `models.MODELS`, which takes torch to import.
-MODEL_NAMES = [
-    *("qwen2.5-7b", "qwen2.5-0.5b", "llama-3.2-1b", "llama-3-8b", "mixtral-small", "gpt2", "gpt-neox", "vit"),
-    *("causal-lm-loss", "causal-lm-loss-shifted-labels"),
-]
-_MODELS = f"file.py:function, or one of {', '.join(MODEL_NAMES)}"
+_MODELS = f"file.py:function, or one of {', '.join(NAMES)}"
 
 TargetName = Annotated[
     str,
@@ -155,6 +152,7 @@ def explain_verb(
 
     target = Target(name, layers, hidden_size, seq, batch, fusion_type, executors, dynamo)
     check_picture(picture)
+    check_page(html)
     if step:
         print(explain_step(target, device, optimizer))
         return
@@ -254,9 +252,14 @@ def explain_step(target: Target, device: str | None, optimizer: str | None) -> s
     if target.is_trace:
         raise UsageError(f"--step is for models; {target.name} is a trace: leave it out")
     from thunder_fusionfix import predict
-    from thunder_fusionfix.devices import DEFAULT
+    from thunder_fusionfix.devices import DEFAULT, find
     from thunder_fusionfix.results import Spec
+    from thunder_fusionfix.step import OPTIMIZERS
 
+    target.check()
+    find(device or DEFAULT)
+    if optimizer is not None and optimizer not in OPTIMIZERS:
+        raise UsageError(f"--optimizer {optimizer}: one of {', '.join(OPTIMIZERS)}")
     spec = Spec(target.name, target.layers, target.hidden_size, target.seq, target.batch, optimizer or "none")
     with progress() as tell:
         return predict.explain_step(spec, device=device or DEFAULT, progress=tell)
@@ -266,6 +269,12 @@ def check_picture(path: Path | None) -> None:
     """Raises `UsageError` where no picture can be written to ``path``; before the work, not after it."""
     if path is not None:
         check_writable(path, PICTURES)
+
+
+def check_page(path: Path | None) -> None:
+    """Raises `UsageError` where no page can be written to ``path``, likewise."""
+    if path is not None:
+        check_writable(path, PAGES)
 
 
 def check_writable(path: Path, suffixes: Sequence[str]) -> None:
@@ -357,19 +366,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FusionFixError as error:
         print(f"error: {error}", file=sys.stderr)
         return WRONG_USAGE if isinstance(error, UsageError) else FAILED
-    except SystemExit as end:  # argparse's way to end, in `bench`
+    except SystemExit as end:  # argparse's way to end after `bench --help`
         return end.code if isinstance(end.code, int) else WRONG_USAGE
     except KeyboardInterrupt:
         return 130
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own: an unknown verb, a value that is no number
-            print(f"error: {' '.join(error.format_message().split())}; see fusionfix --help", file=sys.stderr)
+            print(f"error: {_typer_words(error)}", file=sys.stderr)
             return WRONG_USAGE
         if "FUSIONFIX_DEBUG" in os.environ:
             raise
         words = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
         print(f"error: {words} (FUSIONFIX_DEBUG=1 shows where)", file=sys.stderr)
         return FAILED
+
+
+def _typer_words(error: Any) -> str:
+    """What typer says of wrong usage, in one line that ends with where to look."""
+    words = " ".join(error.format_message().split()).rstrip(".")
+    if "integer" in words:  # the libraries that typer stands on each say it in another way
+        words = f"{error.param.opts[0]}: give a whole number"
+    context = getattr(error, "ctx", None)
+    return f"{words}; see {context.command_path if context is not None else 'fusionfix'} --help"
 
 
 def run() -> None:

@@ -57,7 +57,7 @@ if TYPE_CHECKING:  # `bench` imports this module and needs no torch
     from thunder_fusionfix.models import Program
 
 STATE = "@state "
-WAITING = "waiting for the GPU"  # time in this state does not count against --timeout
+WAITING = "waiting until nobody times"  # time in this state does not count against --timeout
 
 MEMORY_STEPS = 2  # after the first and one warm-up step nothing changes any more; two show that
 WARM_UP_STEPS = 5  # before the timed ones, clocks and caches settle

@@ -7,7 +7,7 @@ unless overridden; ``qwen2.5-7b`` with ``hidden_size=28`` is the model of Thunde
     >>> [tuple(tensor.shape) for tensor in program.args]
     [(1, 16, 152064), (1, 16)]
 
-Adding a model: one function that takes `Sizes` and a device, and one entry in `MODELS`.
+Adding a model: one function that takes `Sizes` and a device, one entry in `MODELS`, and its name in `model_names`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from thunder_fusionfix.errors import UsageError
+from thunder_fusionfix.model_names import check_name, file_and_function, is_file_and_function
 
 DTYPE = torch.bfloat16
 
@@ -78,10 +79,9 @@ def load_model(
         UsageError: an unknown name, a size that the model does not have or cannot take, or a file that does not fit.
     """
     given = Sizes(layers, hidden_size, seq, batch)
-    if ":" in name or name.endswith(".py"):
+    check_name(name)
+    if is_file_and_function(name):
         return _from_file(name, given)
-    if name not in MODELS:
-        raise UsageError(f"no model {name!r}; choose one of {', '.join(MODELS)}, or give file.py:function")
     model = MODELS[name]
     made = model.build(_override(name, model.sizes, given), device)
     return Program(name, *made)
@@ -104,11 +104,7 @@ def _override(name: str, sizes: Sizes, given: Sizes) -> Sizes:
 
 
 def _from_file(name: str, given: Sizes) -> Program:
-    path, _, function = name.rpartition(":")
-    if not path or not function:
-        raise UsageError(f"{name}: name the function too, as in {name.rstrip(':')}:build")
-    if not Path(path).is_file():
-        raise UsageError(f"{path}: there is no such file")
+    path, function = file_and_function(name)
     if given != Sizes(batch=None):
         raise UsageError(f"sizes are for named models; {name} makes its own")
     build = getattr(_run_file(path), function, None)

@@ -198,6 +198,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         print(f"{STATE}{WAITING}", flush=True)
         with GpuLock().shared():  # it would take the processor from who times
+            print(f"{STATE}tracing without a GPU", flush=True)
             record = as_record(
                 predict(job.spec, job.variant, progress=lambda words: print(f"{STATE}{words}", flush=True))
             )

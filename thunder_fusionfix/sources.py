@@ -10,7 +10,7 @@ Whatever it came from, a `Source` knows the trace's Graph and its printed lines,
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,10 @@ from typing import Any
 from thunder_fusionfix.diff import TraceDiff, diff
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.model import Graph
+from thunder_fusionfix.model_names import NAMES
 from thunder_fusionfix.parse import parse_document
 from thunder_fusionfix.store import FORMAT, load_graphs
+from thunder_fusionfix.text import label_above
 from thunder_fusionfix.unparse import graph_lines
 
 STDIN = "-"
@@ -35,20 +37,34 @@ class Source:
     first_line: int  # of the trace in the file, from 1
     lines: tuple[str, ...]  # of the whole file
     op_lines: tuple[tuple[int, int], ...]  # per op: its first and last line, from 1
+    is_text: bool = True  # False: a Graph, whose lines were printed here and stand in no file
 
     @property
     def title(self) -> str:
-        return f"{self.graph.name} ({self.name}:{self.first_line})"
+        return (
+            f"{self.graph.name} ({self.name}:{self.first_line})" if self.is_text else f"{self.graph.name} ({self.name})"
+        )
+
+    @property
+    def label(self) -> str | None:
+        """Under which label `fusionfix` saved the trace, as "net forward"; None for a trace from elsewhere."""
+        return label_above(self.lines, self.first_line) if self.is_text else self.name.rpartition("#")[2] or None
+
+    def line_of(self, pos: int) -> int | None:
+        """The line of the file at which an op stands; None where it stands in none."""
+        return self.op_lines[pos][0] if self.is_text and self.op_lines else None
 
     def place(self, pos: int) -> str:
-        """Where an op stands: ``trace.txt:12``."""
-        return f"{self.name}:{self.op_lines[pos][0]}" if self.op_lines else self.name
+        """Where an op stands: ``trace.txt:12``, or ``trace.json#net forward, op 3``."""
+        line = self.line_of(pos)
+        return f"{self.name}:{line}" if line is not None else f"{self.name}, op {pos}"
 
     def line_text(self, pos: int) -> str:
-        """Where an op stands within the file, ``line 12``; a dash for no position of the trace."""
+        """Where an op stands within the file, ``line 12`` or ``op 3``; a dash for no position of the trace."""
         if not 0 <= pos < len(self.graph.ops):
             return "-"
-        return f"line {self.op_lines[pos][0]}" if self.op_lines else f"op {pos}"
+        line = self.line_of(pos)
+        return f"line {line}" if line is not None else f"op {pos}"
 
     def text_of(self, pos: int) -> tuple[str, ...]:
         """The lines of an op, with its sub-ops."""
@@ -93,7 +109,7 @@ def sources(trace: Any) -> tuple[Source, ...]:
 
 
 def choose(found: Sequence[Source], wanted: str | None) -> tuple[Source, ...]:
-    """The sources that ``wanted`` names: by number from 1, by name or by stage; all of them for None.
+    """The sources that ``wanted`` names: by number from 1, by name, stage or label; all of them for None.
 
     Raises:
         UsageError: nothing has that number or name.
@@ -102,10 +118,10 @@ def choose(found: Sequence[Source], wanted: str | None) -> tuple[Source, ...]:
         return tuple(found)
     if wanted.isdigit() and 0 < int(wanted) <= len(found):
         return (found[int(wanted) - 1],)
-    chosen = tuple(one for one in found if wanted in (one.graph.name, one.graph.stage))
+    chosen = tuple(one for one in found if wanted in (one.graph.name, one.graph.stage, one.label))
     if not chosen:
-        there = ", ".join(f"{i} {one.graph.name} at line {one.first_line}" for i, one in enumerate(found, start=1))
-        raise UsageError(f"{found[0].name}:1: no trace {wanted!r}; the file holds {there}")
+        there = ", ".join(f"{number} {one.title}" for number, one in enumerate(found, start=1))
+        raise UsageError(f"--trace {wanted}: give a number, a name or a stage; there is {there}")
     return chosen
 
 
@@ -123,7 +139,9 @@ def paired(before: Sequence[Source], after: Sequence[Source]) -> tuple[tuple[Sou
         if left.get(one.graph.stage):
             pairs.append((one, left[one.graph.stage].pop(0)))
     if not pairs:
-        raise UsageError(f"{before[0].name}:1: no trace of the same stage in {after[0].name}; choose one with --trace")
+        raise UsageError(
+            f"{after[0].name}: no trace of a stage that {before[0].name} has; choose one of each with --trace"
+        )
     return tuple(pairs)
 
 
@@ -163,7 +181,7 @@ def _of_trace(trace: Any) -> Source:
 
 def _of_graph(graph: Graph, name: str) -> Source:
     lines, places = graph_lines(graph)
-    return Source(graph, name, 1, tuple(lines), tuple(places))
+    return Source(graph, name, 1, tuple(lines), tuple(places), is_text=False)
 
 
 def _of_text(text: str, name: str) -> tuple[Source, ...]:
@@ -177,8 +195,12 @@ def _of_text(text: str, name: str) -> tuple[Source, ...]:
 def _of_file(path: Path) -> tuple[Source, ...]:
     try:
         text = path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError as error:
+        raise UsageError(
+            f"{path}: there is no such file; give a saved or printed trace, or - for standard input"
+        ) from error
     except OSError as error:
-        raise UsageError(f"{path}:1: cannot be read ({error.strerror or error})") from error
+        raise UsageError(f"{path}: cannot be read ({error.strerror or error}); give a file with a trace") from error
     if text.lstrip().startswith("{") and f'"{FORMAT}"' in text[:200]:
         return tuple(_of_graph(graph, f"{path}#{label}") for label, graph in load_graphs(path).items())
     return _of_text(text, str(path))
@@ -186,9 +208,6 @@ def _of_file(path: Path) -> tuple[Source, ...]:
 
 def looks_like_file(target: str) -> bool:
     """True for what a user means as a file rather than as the name of a model."""
-    return target == STDIN or Path(target).exists() or target.endswith(_SUFFIXES)
-
-
-def titles(found: Iterable[Source]) -> str:
-    """Names and places of traces, for people."""
-    return ", ".join(source.title for source in found)
+    if target in NAMES:  # a folder of that name may lie about
+        return Path(target).is_file()
+    return target == STDIN or Path(target).exists() or target.endswith(_SUFFIXES) or "/" in target

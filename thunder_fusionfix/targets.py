@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thunder_fusionfix.errors import UsageError
+from thunder_fusionfix.model_names import check_name
 from thunder_fusionfix.sources import choose, looks_like_file, sources
 
 if TYPE_CHECKING:  # what takes torch or matplotlib is imported where it is needed
@@ -55,12 +56,20 @@ class Target:
         sizes = {"layers": self.layers, "hidden": self.hidden_size, "seq": self.seq, "batch": self.batch}
         return "-".join([name, *(f"{word}{size}" for word, size in sizes.items() if size is not None)])
 
-    def check_options(self) -> None:
-        """Raises `UsageError` where an option for models is given with a trace."""
+    def check(self) -> None:
+        """Raises `UsageError` for what can be seen to be wrong before anything heavy is imported."""
         options = {option: value for option, value in asdict(self).items() if option != "name" and value is not None}
-        if self.is_trace and options:
-            option = next(iter(options)).replace("_", "-")
-            raise UsageError(f"--{option} is for models; {self.name} is a trace: leave it out")
+        if self.is_trace:
+            if options:
+                option = next(iter(options)).replace("_", "-")
+                raise UsageError(f"--{option} is for models; {self.name} is a trace: leave it out")
+            return
+        check_name(self.name)
+        for option in ("layers", "hidden_size", "seq", "batch"):
+            if options.get(option, 1) < 1:
+                raise UsageError(f"--{option.replace('_', '-')} {options[option]}: at least 1")
+        if self.fusion_type not in (None, "dataflow", "consecutive"):
+            raise UsageError(f"--fusion-type {self.fusion_type}: dataflow or consecutive")
 
     def capture(self, transforms: Sequence[Any] = (), tell: Tell = _silent) -> Capture:
         """The model's traces.
@@ -68,6 +77,7 @@ class Target:
         Raises:
             UsageError: the model, a size or an option is wrong.
         """
+        self.check()
         tell("importing Thunder")
         from thunder_fusionfix.capture import EXECUTORS, capture
         from thunder_fusionfix.models import load_model
@@ -101,7 +111,8 @@ class Explained:
     @property
     def labels(self) -> tuple[str, ...]:
         """What each trace is called: the label under which it was saved, or its file and line."""
-        return tuple(_label(one) for one in self.explanations)
+        sources = [one.source for one in self.explanations]
+        return tuple(one.label or f"{one.name}:{one.first_line}" for one in sources)
 
     @cached_property
     def programs(self) -> tuple[Overview, Overview] | None:
@@ -145,7 +156,7 @@ def explain_target(target: Target, trace: str | None = None, tell: Tell = _silen
     """
     from thunder_fusionfix.explain import explain, explain_trace
 
-    target.check_options()
+    target.check()
     if target.is_trace:
         return Explained(explain_trace(choose(sources(target.name), trace)))
     captured = target.capture(tell=tell)
@@ -159,14 +170,6 @@ def explain_target(target: Target, trace: str | None = None, tell: Tell = _silen
                 forward_of[found[-1].name] = part.forward if stage == "backward" else None
     chosen = choose(found, trace)
     return Explained(tuple(explain(source, forward=forward_of[source.name]) for source in chosen), captured.notes)
-
-
-def _label(explanation: Explanation) -> str:
-    from thunder_fusionfix.text import label_above
-
-    source = explanation.source
-    saved = source.name.rpartition("#")[2] if "#" in source.name else label_above(source.lines, source.first_line)
-    return saved or f"{source.name}:{source.first_line}"
 
 
 # ---------------------------------------------------------------- fix
@@ -229,7 +232,7 @@ def fix_target(target: Target, trace: str | None = None, tell: Tell = _silent) -
     Raises:
         UsageError: the target or an option is wrong.
     """
-    target.check_options()
+    target.check()
     if target.is_trace:
         return _fix_graphs(target, trace)
     if trace is not None:

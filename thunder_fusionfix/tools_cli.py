@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,10 +19,12 @@ import typer
 
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.diff import diff
-from thunder_fusionfix.document import Block, markdown, show
+from thunder_fusionfix.document import Block, Heading, Line, markdown, show
 from thunder_fusionfix.errors import FusionFixError, UsageError
 from thunder_fusionfix.explain import Explanation, explain_trace
+from thunder_fusionfix.model import Graph
 from thunder_fusionfix.page import page
+from thunder_fusionfix.passes import PASSES
 from thunder_fusionfix.sources import Source, choose, looks_like_file, paired, sources
 from thunder_fusionfix.verify import GRAPH_RULES, PAIR_RULES, Allow, Pair
 from thunder_fusionfix.views import Verdict, diff_blocks, explanation_blocks, verdict_blocks
@@ -48,13 +51,19 @@ AsMarkdown = Annotated[bool, typer.Option("--markdown", help="Markdown, to paste
 Html = Annotated[Path | None, typer.Option("--html", help="Write a page with the memory timeline that opens offline.")]
 Allowed = Annotated[
     list[str] | None,
-    typer.Option("--allow", help="A change to admit: reorder, rewrite-regions, split-regions, keep-longer."),
+    typer.Option(
+        "--allow",
+        help="What B may change; may be given several times: fix (all that the passes of `fix` may do), or one of "
+        "reorder, rewrite-regions, split-regions, repeat-cheap-ops, keep-longer.",
+    ),
 ]
 
+ALLOW_FIX = "fix"
 _ALLOWANCES = {
     "reorder": "may_reorder",
     "rewrite-regions": "may_rewrite_regions",
     "split-regions": "may_split_regions",
+    "repeat-cheap-ops": "may_clone",
     "keep-longer": "may_keep_longer",
 }
 
@@ -120,9 +129,9 @@ def register_diff_and_check(app: typer.Typer) -> None:
                 checked: list[tuple[Source, ...]] = [(one,) for one in first]
             else:
                 checked = list(paired(first, choose(sources(after), trace)))
-            allowance = allowance_of(allow or ())
-            results = [(verdicts_on(one, allowance), one) for one in checked]
+            results = [(verdicts_on(one, allowance_of(allow or (), one[0].graph)), one) for one in checked]
             blocks = list(chain.from_iterable(verdict_blocks(verdicts, one) for verdicts, one in results))
+            blocks += _fix_hint(results)
             data = [verdicts_to_dict(verdicts, one) for verdicts, one in results]
             emit(blocks, data, as_json=as_json, as_markdown=as_markdown)
             raise typer.Exit(SAME if not any(verdicts for verdicts, _ in results) else DIFFERS)
@@ -165,19 +174,37 @@ def write_page(path: Path, traces: Sequence[Source], blocks: Iterable[Block], ti
     try:
         path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"{path}:1: cannot be written ({error.strerror or error})") from error
+        raise UsageError(f"{path}: cannot be written ({error.strerror or error})") from error
 
 
-def allowance_of(names: Iterable[str]) -> Allow:
-    """The `Allow` that the user's words mean.
+def allowance_of(names: Iterable[str], before: Graph) -> Allow:
+    """The `Allow` that the user's words mean for a rewrite of ``before``.
 
     Raises:
         UsageError: a word that means nothing.
     """
-    unknown = [name for name in names if name not in _ALLOWANCES]
+    given = tuple(names)
+    unknown = [name for name in given if name != ALLOW_FIX and name not in _ALLOWANCES]
     if unknown:
-        raise UsageError(f"--allow {unknown[0]}: one of {', '.join(_ALLOWANCES)}")
-    return Allow(**{_ALLOWANCES[name]: True for name in names})  # type: ignore[arg-type]
+        raise UsageError(f"--allow {unknown[0]}: one of {', '.join([ALLOW_FIX, *_ALLOWANCES])}")
+    admitted: dict[str, Any] = {_ALLOWANCES[name]: True for name in given if name != ALLOW_FIX}
+    if ALLOW_FIX in given:
+        flags = {flag for item in PASSES for flag, admits in asdict(item.allow).items() if admits is True}
+        admitted |= dict.fromkeys((*flags, "may_clone"), True)
+    if "may_clone" in admitted:  # the verifier takes names, and looks itself whether what makes them is cheap
+        admitted["may_clone"] = frozenset(name for op in before.ops for leaf in op.leaves for name in leaf.outputs)
+    return Allow(**admitted)
+
+
+def _fix_hint(results: Sequence[tuple[list[Verdict], tuple[Source, ...]]]) -> list[Block]:
+    """Says so where all that is wrong with a rewritten trace is what the passes of `fix` may do."""
+    faulty = [pair for verdicts, pair in results if verdicts and len(pair) == 2]
+    if not faulty or any(verdicts_on(pair, allowance_of([ALLOW_FIX], pair[0].graph)) for pair in faulty):
+        return []
+    return [
+        Heading("all of this is what the passes of `fix` may change"),
+        Line(f"with --allow {ALLOW_FIX} no rule is broken", "good"),
+    ]
 
 
 def verdicts_on(checked: Sequence[Source], allow: Allow) -> list[Verdict]:
@@ -211,7 +238,7 @@ def verdicts_to_dict(verdicts: Sequence[Verdict], checked: Sequence[Source]) -> 
                 "text": one.fault.text,
                 "pos": one.fault.pos,
                 "file": one.source.name,
-                "line": one.source.op_lines[one.fault.pos][0] if one.source.op_lines else None,
+                "line": one.source.line_of(one.fault.pos),
                 "names": list(one.fault.names),
             }
             for one in verdicts
