@@ -145,8 +145,9 @@ def test_fix_of_a_model_lowers_the_peak(tmp_path, capsys):
     picture = tmp_path / "step.png"
     assert main(["fix", *LOSS, "--json", "--picture", str(picture)]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["after"]["peak, MB"] < found["before"]["peak, MB"]
-    assert found["after"]["layout ops in fusions"] == 0
+    assert found["after"]["peak_bytes"] < found["before"]["peak_bytes"]
+    assert found["after"]["num_layouts"] == 0
+    assert [trace["label"] for trace in found["traces"]] == ["causal_lm_loss forward", "causal_lm_loss backward"]
     assert any(decision["applied"] for trace in found["traces"] for decision in trace["decisions"])
     assert picture.read_bytes().startswith(b"\x89PNG")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,9 +11,14 @@ import pytest
 from helpers import GraphBuilder
 
 from thunder_fusionfix.errors import UsageError
-from thunder_fusionfix.model import Decision, Graph, Ref, Report, Value
+from thunder_fusionfix.model import Decision, Graph, Ref, Report, Timeline, Value
 from thunder_fusionfix.report import (
+    Curve,
+    _edges,
+    _phase_widths,
+    _wrapped,
     comparison_table,
+    curve,
     draw_timeline,
     peak_sentence,
     report_markdown,
@@ -128,7 +134,7 @@ def test_comparison_table_shows_both_traces() -> None:
     assert rows["layout ops in fusions"] == ("1", "0")
     assert rows["  that write a tensor"] == ("1", "0")
     assert rows["written by those, MB"] == ("16.0", "0")
-    assert "peak at the start of the backward, MB" in rows
+    assert "peak in the first tenth of the backward, MB" in rows
     assert "saved for the backward, MB" not in rows
 
 
@@ -183,21 +189,78 @@ def test_draw_timeline_writes_the_kind_that_the_suffix_names(suffix, head, tmp_p
     """PNG, SVG and PDF, of one timeline and of several, of a trace of one op too."""
     made = report()
     short = GraphBuilder()
-    tiny = simulate(short.returns(short.arg("x", (4,))))
-    for number, timelines in enumerate(({"plain": made.before, "fixed": made.after}, {"one": tiny})):
+    tiny = simulate(flat := short.returns(short.arg("x", (4,))))
+    plain, fixed = curve(made.graph_before, made.before), curve(made.graph_after, made.after)
+    phases = (("forward of net", 2), ("backward of net", len(made.before.live_bytes) - 2))
+    step = replace(plain, phases=phases)
+    for number, curves in enumerate(({"plain": plain, "fixed": fixed}, {"one": curve(flat, tiny)}, {"step": step})):
         path = tmp_path / f"picture{number}{suffix}"
-        draw_timeline(timelines, path)
+        draw_timeline(curves, path)
         assert path.read_bytes().startswith(head)
         assert path.stat().st_size > 3000
 
 
 def test_draw_timeline_refuses_other_suffixes_and_missing_folders_in_one_line(tmp_path) -> None:
     """The message names the file and what to do."""
-    made = report()
+    plain = curve(report().graph_before, report().before)
     with pytest.raises(UsageError, match="picture.doc: no picture is of that kind; end it in .png, .svg or .pdf"):
-        draw_timeline({"plain": made.before}, tmp_path / "picture.doc")
+        draw_timeline({"plain": plain}, tmp_path / "picture.doc")
     with pytest.raises(UsageError, match="cannot be written"):
-        draw_timeline({"plain": made.before}, tmp_path / "nowhere" / "picture.png")
+        draw_timeline({"plain": plain}, tmp_path / "nowhere" / "picture.png")
+
+
+def svg_text(path) -> str:
+    """All that an SVG says, letter by letter as it is drawn: matplotlib writes each text into a comment."""
+    return " ".join(re.findall(r"<!-- (.*?) -->", path.read_text(), re.DOTALL))
+
+
+def test_picture_counts_ops_as_the_sentence_does() -> None:
+    """The peak has one name and one number, whoever speaks of it."""
+    made = report()
+    drawn = curve(made.graph_before, made.before)
+    assert drawn.peak_op == "nvFusion0 (op 9 of 12)"
+    assert f" MB is at {drawn.peak_op}: " in peak_sentence(made.graph_before, made.before)
+
+
+def test_axis_of_ops_has_whole_numbers_only(tmp_path) -> None:
+    """There is no op 0.5, not even in a trace of two."""
+    made = report()
+    short = curve(made.graph_before, replace(made.before, live_bytes=(4, 8), peak_pos=1))
+    draw_timeline({"short": short}, tmp_path / "picture.svg")
+    ticks, _, _ = svg_text(tmp_path / "picture.svg").partition(" op of the trace, counted from 0")
+    assert ticks == "0 1 2"
+
+
+def test_phases_of_a_step_stand_at_one_place_for_all_that_is_drawn(tmp_path) -> None:
+    """Each phase has the same width before and after, however many ops it has; a short one can be seen; all are named."""
+    timeline = Timeline(tuple(range(1, 22)), 21, 20, 0, 0, ())
+    phases = (("forward of net", 20), ("backward of net", 1)), (("forward of net", 10), ("backward of net", 11))
+    curves = {
+        label: Curve(timeline, "torch.exp (op 1 of 2)", found) for label, found in zip(("before", "after"), phases)
+    }
+    widths = dict(_phase_widths(curves.values()))
+    before, after = (_edges(drawn, widths) for drawn in curves.values())
+    assert before[0] == after[0] == 0
+    assert before[20] == after[10] == widths["forward of net"]
+    assert before[21] == pytest.approx(after[21]) == pytest.approx(sum(widths.values()))
+    alone = dict(_phase_widths([curves["before"]]))
+    assert alone["backward of net"] == pytest.approx(0.12 * 21)
+    draw_timeline(curves, tmp_path / "step.svg")
+    assert "forward net backward net ops that compute" in svg_text(tmp_path / "step.svg")
+
+
+@pytest.mark.parametrize(
+    ("text", "width", "most", "lines"),
+    [
+        ("outputs of thunder_0 of graph 0", 14, 3, ["outputs of", "thunder_0 of", "graph 0"]),
+        ("outputs of thunder_0 of graph 0", 14, 2, ["outputs of", "thunder_0 of…"]),
+        ("t1", 5, 2, ["t1"]),
+        ("l_logits_weight", 5, 2, ["l_log", "its_…"]),
+    ],
+)
+def test_labels_are_wrapped_before_they_are_cut(text, width, most, lines) -> None:
+    """What does not fit into a bar goes into more lines, and only then loses its end."""
+    assert _wrapped(text, width, most) == lines
 
 
 # ---------------------------------------------------------------- layers

@@ -118,7 +118,7 @@ def test_explain_of_standard_input_names_the_peak_and_its_holders() -> None:
     """A trace that is piped in is explained; three tensors of 4.2 MB and the arguments hold the peak."""
     result = run("explain", "-", stdin=f"my trace:\n```\n{BEFORE}```\n")
     assert result.exit_code == 0
-    assert result.stdout.startswith("computation (<stdin>:3): peak 21.0 MB at torch.neg, line 8")
+    assert result.stdout.startswith("computation (<stdin>:3): peak of this trace 21.0 MB at torch.neg, line 8")
     assert re.search(r"t1 +4\.2 +cuda:0 f32\[1024, 1024\] +torch\.exp +torch\.dot, line 10", result.stdout)
 
 
@@ -145,7 +145,7 @@ def test_explain_asks_for_the_traces_of_a_model_where_the_target_is_no_file() ->
     app = typer.Typer()
     register(app, traces_of)
     result = CliRunner().invoke(app, ["explain", "qwen2.5-7b"])
-    assert asked == ["qwen2.5-7b"] and "peak 21.0 MB" in result.stdout
+    assert asked == ["qwen2.5-7b"] and "peak of this trace 21.0 MB" in result.stdout
     result = CliRunner().invoke(app, ["explain", "missing.txt"])
     assert result.exit_code == 2 and len(asked) == 1
 

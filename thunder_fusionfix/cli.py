@@ -38,8 +38,8 @@ from thunder_fusionfix.tools_cli import (
 
 if TYPE_CHECKING:
     from thunder_fusionfix.capture import Capture
-    from thunder_fusionfix.model import Timeline
     from thunder_fusionfix.overview import Overview
+    from thunder_fusionfix.report import Curve
 
 FINE, FAILED, WRONG_USAGE = 0, 1, 2
 PICTURES = (".png", ".svg", ".pdf")
@@ -125,7 +125,7 @@ def capture_verb(
     files = save_program(overview, captured, out)
     blocks = capture_blocks(captured, overview, files)
     emit(blocks, [capture_dict(captured, overview, files)], as_json=as_json, as_markdown=False)
-    draw({"step": overview.timeline}, picture)
+    draw({"step": overview.curve}, picture)
 
 
 @app.command("explain")
@@ -162,13 +162,13 @@ def explain_verb(
         explained = explain_target(target, trace, tell)
     blocks = [
         *comparison(name, explained.programs),
-        *(block for one in explained.explanations for block in explanation_blocks(one)),
+        *(block for one in explained.peak_first for block in explanation_blocks(one)),
         *note_blocks(explained.notes),
     ]
     emit(blocks, [one.to_dict() for one in explained.explanations], as_json=as_json, as_markdown=as_markdown)
     if html is not None:
-        write_page(html, [one.source for one in explained.explanations[:2]], blocks, f"memory of {name}")
-    draw(explained.timelines() if picture is not None else {}, picture)
+        write_page(html, [one.source for one in explained.peak_first[:2]], blocks, f"memory of {name}")
+    draw(explained.curves() if picture is not None else {}, picture)
 
 
 @app.command("fix")
@@ -198,14 +198,14 @@ def fix_verb(
         fixed = fix_target(target, trace, tell)
     blocks = [
         *comparison(name, fixed.programs),
-        *(block for report in fixed.reports for block in report_blocks(report)),
+        *(block for title, report in fixed.peak_first for block in report_blocks(report, title)),
         *([] if fixed.reports else [Line("no trace has fusion regions: nothing to fix")]),
         *note_blocks(fixed.notes),
     ]
     if out is not None:
         blocks.append(Line(f"fixed traces saved: {', '.join(map(str, fixed.save(out)))}"))
     emit(blocks, [fixed.to_dict()], as_json=as_json, as_markdown=as_markdown)
-    draw(fixed.timelines(), picture)
+    draw(fixed.curves() if picture is not None else {}, picture)
 
 
 register_diff_and_check(app)
@@ -285,13 +285,13 @@ def check_writable(path: Path, suffixes: Sequence[str]) -> None:
         raise UsageError(f"{path}: there is no directory {path.parent}; make it first")
 
 
-def draw(timelines: dict[str, Timeline], path: Path | None) -> None:
-    """Writes the picture, where one is target."""
-    if path is None or not timelines:
+def draw(curves: dict[str, Curve], path: Path | None) -> None:
+    """Writes the picture, where one is wanted."""
+    if path is None or not curves:
         return
     from thunder_fusionfix.report import draw_timeline
 
-    draw_timeline(timelines, path)
+    draw_timeline(curves, path)
     print(f"picture: {path}", file=sys.stderr)
 
 

@@ -110,7 +110,7 @@ def blocks_of(number: int, item: Show) -> Iterator[Block]:
     for decision in sorted(applied, key=lambda one: -one.bytes_won)[:3]:
         yield Line(f"  in {decision.where}: {decision.what} ({decision.reason})")
     OUT.mkdir(exist_ok=True)
-    draw_timeline(fixed.timelines(), OUT / item.picture)
+    draw_timeline(fixed.curves(), OUT / item.picture)
     yield Line(f"Picture of the memory over the step: {OUT / item.picture}", "good")
 
 

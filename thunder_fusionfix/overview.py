@@ -12,9 +12,8 @@ from functools import cached_property
 from typing import Any
 
 from thunder_fusionfix.document import Block, Heading, Line, Table, megabytes
-from thunder_fusionfix.effects import Kind, effect_of
-from thunder_fusionfix.model import Graph, Timeline
-from thunder_fusionfix.report import Summary, peak_sentence, summarize
+from thunder_fusionfix.model import Graph, Holder, Timeline
+from thunder_fusionfix.report import Curve, Summary, op_text, shares_text, summarize, why_alive
 from thunder_fusionfix.simulate import simulate
 from thunder_fusionfix.step import Phase, StepPart, StepTimeline, simulate_step
 
@@ -35,18 +34,17 @@ class Overview:
     @cached_property
     def timeline(self) -> Timeline:
         """The step as one Timeline, over the ops of all traces that compute, in the order in which they run."""
-        live = tuple(nbytes for phase in self.step.phases for nbytes in self._by_computation(phase))
+        live = tuple(nbytes for phase in self.step.phases for nbytes in _by_computation(phase))
         at = max(range(len(live)), key=lambda pos: (live[pos], -pos), default=0)
         start = sum(self.step.base.values())
         # what stands before the step is the only bound that holds for the traces together
         return Timeline(live, max(live, default=start), at, start, start, self.step.holders, self.step.unknown)
 
-    def _by_computation(self, phase: Phase) -> tuple[int, ...]:
-        """The most live bytes at each op that computes and since the one before: views and ``del``s would only stretch it."""
-        graph = self._graph_of(phase)
-        calls = (pos for pos in phase.calls if graph is None or effect_of(graph.ops[pos]).kind is not Kind.LAYOUT)
-        ends = sorted({*(pos + 1 for pos in calls), len(phase.live_bytes)})
-        return tuple(max(phase.live_bytes[start:end]) for start, end in zip((0, *ends), ends))
+    @cached_property
+    def curve(self) -> Curve:
+        """The step as it is drawn."""
+        phases = tuple((phase.name, len(_by_computation(phase))) for phase in self.step.phases)
+        return Curve(self.timeline, self._peak_op(), phases)
 
     @property
     def graphs(self) -> tuple[Graph, ...]:
@@ -73,20 +71,53 @@ class Overview:
         return tuple(found)
 
     def sentence(self) -> str:
-        """What holds the step's peak, in a sentence."""
-        graph = self._graph_of(self.step.peak_phase) or self.parts[0].forward
-        forward = self._forward_of(graph) if graph.stage == "backward" else None
-        timeline = simulate(graph, forward=forward)
-        words = peak_sentence(graph, timeline)
-        return f"The step needs most in the {self.step.peak_phase.name}. Of that trace: {words[0].lower()}{words[1:]}"
+        """What holds the peak of the whole step, in a sentence."""
+        step = self.step
+        place = f"{step.peak_phase.name}, at {self._peak_op()}"
+        told = shares_text(step.holders, self._why_alive)
+        return f"The peak of a step, {megabytes(step.peak_bytes)} MB, is in the {place}: {told}."
 
-    def _graph_of(self, phase: Phase) -> Graph | None:
-        """The trace that runs in a phase ("backward of net"); None for the optimizer."""
-        stage, _, name = phase.name.partition(" of ")
-        return self.labelled().get(f"{name} {stage}")
+    @property
+    def peak_label(self) -> str:
+        """The label of the trace that runs at the step's peak."""
+        return label_of(self.step.peak_phase.name)
 
-    def _forward_of(self, backward: Graph) -> Graph:
-        return next(part.forward for part in self.parts if part.backward is backward)
+    def _peak_op(self) -> str:
+        return op_text(self.labelled()[self.peak_label], self.step.peak_phase.peak_pos)
+
+    def _why_alive(self, holder: Holder) -> str:
+        """Why a holder is alive at the step's peak; what stands beside the running trace goes by its own name."""
+        if holder.producer in ("backward", *(part.name for part in self.parts)) or holder.name in self.step.base:
+            return holder.name
+        if holder.producer == "before the step":
+            return "there before the step"
+        return why_alive(self.labelled()[self.peak_label], self.step.peak_phase.peak_pos, holder)
+
+
+def label_of(phase: str) -> str:
+    """The label of the trace that runs in a phase.
+
+    >>> label_of("backward of thunder_0 of graph 1")
+    'thunder_0 of graph 1 backward'
+    """
+    stage, _, name = phase.partition(" of ")
+    return f"{name} {stage}"
+
+
+def phase_of(label: str) -> str:
+    """The phase in which the trace of that label runs; what is no such label is left as it is.
+
+    >>> phase_of("thunder_0 of graph 1 backward"), phase_of("trace.txt:3")
+    ('backward of thunder_0 of graph 1', 'trace.txt:3')
+    """
+    name, _, stage = label.rpartition(" ")
+    return f"{stage} of {name}" if f" {stage}" in (FORWARD, BACKWARD) and name else label
+
+
+def _by_computation(phase: Phase) -> tuple[int, ...]:
+    """The most live bytes at each op that computes and since the one before: views and ``del``s would only stretch it."""
+    ends = sorted({*(pos + 1 for pos in phase.calls), len(phase.live_bytes)})
+    return tuple(max(phase.live_bytes[start:end]) for start, end in zip((0, *ends), ends))
 
 
 def overview_of(captured: Any, *, before: bool = False) -> Overview:
@@ -132,28 +163,35 @@ def comparison_blocks(title: str, before: Overview, after: Overview) -> list[Blo
 def comparison_table(before: Overview, after: Overview) -> Table:
     """The numbers of both, a row a number."""
     old, new = comparison_of(before), comparison_of(after)
-    rows = tuple((label, _shown(label, old[label]), _shown(label, new[label])) for label in old)
+    rows = tuple((label, _shown(key, old[key]), _shown(key, new[key])) for key, label in _LABELS.items())
     return Table(("", "before", "after"), rows, right=(1, 2))
 
 
+# What the numbers of `comparison_of` are for people.
+_LABELS = {
+    "peak_bytes": "peak, MB",
+    "backward_start_bytes": "peak in the first tenth of the backward, MB",
+    "saved_bytes": "kept from forward to backward, MB",
+    "num_layouts": "layout ops in fusions",
+    "layout_bytes": "written by layout ops in fusions, MB",
+    "num_fusions": "fusions",
+    "num_launches": "ops that launch kernels",
+}
+
+
 def comparison_of(overview: Overview) -> Mapping[str, int]:
-    """The numbers of a program, by what they are; bytes where the label ends in "MB"."""
+    """The numbers of a program; docs/json.md says what each is."""
     step, summaries = overview.step, overview.summaries
     return {
-        "peak, MB": step.peak_bytes,
-        "peak at the start of the backward, MB": step.backward_start_bytes,
-        "kept from forward to backward, MB": step.saved_bytes,
-        "layout ops in fusions": sum(sum(summary.layouts.values()) for summary in summaries),
-        "written by layout ops in fusions, MB": sum(summary.layout_bytes for summary in summaries),
-        "fusions": sum(summary.num_regions for summary in summaries),
-        "ops that launch kernels": sum(summary.num_launches for summary in summaries),
+        "peak_bytes": step.peak_bytes,
+        "backward_start_bytes": step.backward_start_bytes,
+        "saved_bytes": step.saved_bytes,
+        "num_layouts": sum(sum(summary.layouts.values()) for summary in summaries),
+        "layout_bytes": sum(summary.layout_bytes for summary in summaries),
+        "num_fusions": sum(summary.num_regions for summary in summaries),
+        "num_launches": sum(summary.num_launches for summary in summaries),
     }
 
 
-def _shown(label: str, number: int) -> str:
-    return megabytes(number) if label.endswith("MB") else f"{number:,}"
-
-
-def timelines(before: Overview, after: Overview | None = None) -> dict[str, Timeline]:
-    """What `report.draw_timeline` draws of a program."""
-    return {"before": before.timeline, "after": after.timeline} if after is not None else {"step": before.timeline}
+def _shown(key: str, number: int) -> str:
+    return megabytes(number) if key.endswith("_bytes") else f"{number:,}"

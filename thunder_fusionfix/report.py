@@ -14,9 +14,10 @@ Sizes are MB of 1e6 bytes, as torch users print ``torch.cuda.max_memory_allocate
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from thunder_fusionfix.alias import Aliases, Sharing, aliases
@@ -52,13 +53,31 @@ def peak_sentence(graph: Graph, timeline: Timeline) -> str:
     if not timeline.holders:
         return "The trace needs no GPU memory."
     at = timeline.peak_pos
-    shares = sorted(_shares(graph, timeline), key=lambda share: -share.nbytes)
-    told = [share for share in shares if share.nbytes >= 0.02 * timeline.peak_bytes]
-    rest = timeline.peak_bytes - sum(share.nbytes for share in told)
+    told = shares_text(timeline.holders, lambda holder: why_alive(graph, at, holder))
+    return f"The peak of {megabytes(timeline.peak_bytes)} MB is at {op_text(graph, at)}: {told}."
+
+
+def op_text(graph: Graph, pos: int) -> str:
+    """Which op stands at a position, the same in sentences and pictures: ``nvFusion1 (op 10 of 13)``, counted from 0."""
+    return f"{graph.ops[pos].id} (op {pos} of {len(graph.ops)})" if graph.ops else "the start"
+
+
+def shares_text(holders: Sequence[Holder], reason_of: Callable[[Holder], str]) -> str:
+    """How much is alive for which reason, the largest share first; shares below two per cent as one.
+
+    Args:
+        holders: what is alive at a peak.
+        reason_of: why a holder is.
+    """
+    by_reason: dict[str, list[Holder]] = {}
+    for holder in holders:
+        by_reason.setdefault(reason_of(holder), []).append(holder)
+    shares = sorted((_Share(reason, tuple(found)) for reason, found in by_reason.items()), key=lambda one: -one.nbytes)
+    total = sum(share.nbytes for share in shares)
+    told = [share for share in shares if share.nbytes >= 0.02 * total]
+    rest = total - sum(share.nbytes for share in told)
     parts = [f"{megabytes(share.nbytes)} MB {share.words()}" for share in told]
-    parts += [f"{megabytes(rest)} MB else"] if rest else []
-    place = f"{graph.ops[at].id} (op {at} of {len(graph.ops)})"
-    return f"The peak of {megabytes(timeline.peak_bytes)} MB is at {place}: {', '.join(parts)}."
+    return ", ".join([*parts, *([f"{megabytes(rest)} MB else"] if rest else [])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,21 +92,16 @@ class _Share:
         return sum(holder.nbytes for holder in self.holders)
 
     def words(self) -> str:
+        if [holder.name for holder in self.holders] == [self.reason]:
+            return self.reason
         names = [short_name(holder.name) for holder in self.holders[:2]]
         more = len(self.holders) - len(names)
         return f"{self.reason} ({', '.join(names)}{f' and {more} more' if more else ''})"
 
 
-def _shares(graph: Graph, timeline: Timeline) -> list[_Share]:
-    by_reason: dict[str, list[Holder]] = {}
-    for holder in timeline.holders:
-        by_reason.setdefault(_reason(graph, timeline, holder), []).append(holder)
-    return [_Share(reason, tuple(holders)) for reason, holders in by_reason.items()]
-
-
-def _reason(graph: Graph, timeline: Timeline, holder: Holder) -> str:
-    """Why a holder is alive at the peak."""
-    at = graph.ops[timeline.peak_pos]
+def why_alive(graph: Graph, pos: int, holder: Holder) -> str:
+    """Why a holder is alive at the op at ``pos``."""
+    at = graph.ops[pos]
     if is_temporary(graph, holder):
         return f"that {at.id} writes only for itself, where nvFuser cuts it"
     if holder.producer in ("argument", "saved tensor", "cotangent"):
@@ -124,7 +138,9 @@ class Summary:
 
     peak_bytes: int
     lower_bound_bytes: int
-    start_of_backward_bytes: int | None  # peak of the first tenth of a backward trace; None for another trace
+    start_of_backward_bytes: (
+        int | None
+    )  # the most at the first tenth of a backward's computing ops; None for another trace
     num_regions: int
     num_launches: int  # ops that run at least one kernel
     layouts: Mapping[Cost, int]  # layout ops in regions, by what they cost
@@ -139,7 +155,7 @@ def summarize(graph: Graph, timeline: Timeline) -> Summary:
     return Summary(
         peak_bytes=timeline.peak_bytes,
         lower_bound_bytes=timeline.lower_bound_bytes,
-        start_of_backward_bytes=start_of_backward_peak(timeline) if graph.stage == "backward" else None,
+        start_of_backward_bytes=start_of_backward_peak(graph, timeline) if graph.stage == "backward" else None,
         num_regions=sum(op.is_fusion for op in graph.ops),
         num_launches=sum(_launches(op, shared) for op in graph.ops),
         layouts=Counter(cost.cost for cost in costs),
@@ -185,8 +201,13 @@ def timeline_blocks(graph: Graph, timeline: Timeline, title: str = "") -> list[B
     return blocks
 
 
-def report_blocks(report: Report) -> list[Block]:
-    """What the passes did to one trace: the answer, before and after in numbers, each rewrite, each refusal."""
+def report_blocks(report: Report, title: str = "") -> list[Block]:
+    """What the passes did to one trace: the answer, before and after in numbers, each rewrite, each refusal.
+
+    Args:
+        report: of the trace.
+        title: what the trace is called; by default its stage.
+    """
     before, after = (
         summarize(graph, timeline)
         for graph, timeline in ((report.graph_before, report.before), (report.graph_after, report.after))
@@ -196,7 +217,9 @@ def report_blocks(report: Report) -> list[Block]:
     change = f" ({_percent(before.peak_bytes, after.peak_bytes)})" if before.peak_bytes != after.peak_bytes else ""
     words = f"{len(applied)} rewrite{'s' * (len(applied) != 1)}"
     blocks: list[Block] = [
-        Heading(f"{report.stage} trace: {peaks}{change}, {words}, {report.seconds * 1e3:.0f} ms", is_main=True)
+        Heading(
+            f"{title or f'{report.stage} trace'}: {peaks}{change}, {words}, {report.seconds * 1e3:.0f} ms", is_main=True
+        )
     ]
     if report.kept_input is not None:
         blocks.append(Line(f"a pass was undone: {report.kept_input}", "bad"))
@@ -219,7 +242,7 @@ def comparison_table(before: Summary, after: Summary) -> Table:
     row("peak, MB", before.peak_bytes, after.peak_bytes, megabytes)
     row("no order needs less than, MB", before.lower_bound_bytes, after.lower_bound_bytes, megabytes)
     row(
-        "peak at the start of the backward, MB",
+        "peak in the first tenth of the backward, MB",
         before.start_of_backward_bytes,
         after.start_of_backward_bytes,
         megabytes,
@@ -258,7 +281,7 @@ def decision_blocks(decisions: Sequence[Decision]) -> list[Block]:
                 str(len(found)),
                 pass_name,
                 listed(dict.fromkeys(one.where for one in found)),
-                listed(one.what for one in found),
+                listed((one.what for one in found), 2),
                 reason,
             )
             for (pass_name, reason), found in refused.items()
@@ -302,14 +325,31 @@ def _percent(before: int, after: int) -> str:
 _COLOURS = ("#c2410c", "#1d4ed8", "#15803d", "#7e22ce")  # before, after, and two more
 _INK, _FAINT = "#1c1917", "#78716c"
 _IN_BAR = 6  # holders that a bar tells apart
+_LEAST_IN_BAR = 0.03  # of the widest bar, that a holder must take to be told apart
 _BAR_CHARACTERS = 138  # of the small print that fit into the widest bar
+_PHASE_CHARACTERS = 110  # of the print below the axis that fit beside each other
+_LEAST_PHASE = 0.12  # of the axis: where the peak is, is often a phase of one op
 
 
-def draw_timeline(timelines: Mapping[str, Timeline], path: str | Path) -> None:
-    """Writes a picture of live memory over the ops, one line a Timeline, with the peaks and who holds them.
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Live memory as it is drawn: of one trace, or of a whole step."""
+
+    timeline: Timeline
+    peak_op: str  # the op at the peak, as the text names it
+    phases: tuple[tuple[str, int], ...] = ()  # of a step: names, and how many points of the timeline each has, in order
+
+
+def curve(graph: Graph, timeline: Timeline) -> Curve:
+    """One trace as it is drawn."""
+    return Curve(timeline, op_text(graph, timeline.peak_pos))
+
+
+def draw_timeline(curves: Mapping[str, Curve], path: str | Path) -> None:
+    """Writes a picture of live memory over the ops, a line each, with the peaks and who holds them.
 
     Args:
-        timelines: by label, in the order to draw: before, then after.
+        curves: by label, in the order to draw: before, then after.
         path: the file; its suffix says what kind (.png, .svg, .pdf).
 
     Raises:
@@ -318,45 +358,58 @@ def draw_timeline(timelines: Mapping[str, Timeline], path: str | Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    rows = len(timelines)
-    figure = Figure(figsize=(11, 4.7 + 0.75 * rows), dpi=150, facecolor="white", layout="constrained")
+    rows = len(curves)
+    figure = Figure(figsize=(11, 4.9 + 0.85 * rows), dpi=150, facecolor="white", layout="constrained")
     canvas = FigureCanvasAgg(figure)
     kinds = canvas.get_supported_filetypes()
     if Path(path).suffix.lower().lstrip(".") not in kinds:
         raise UsageError(f"{path}: no picture is of that kind; end it in .png, .svg or .pdf")
-    upper, lower = figure.subplots(2, 1, height_ratios=(4.2, 0.75 * rows + 0.3))
-    _draw_lines(upper, timelines)
-    _draw_bars(lower, timelines)
+    upper, lower = figure.subplots(2, 1, height_ratios=(4.4, 0.85 * rows + 0.3))
+    _draw_lines(upper, curves)
+    _draw_bars(lower, curves)
     try:
         figure.savefig(path)
     except OSError as error:
         raise UsageError(f"{path}: cannot be written ({error.strerror})") from error
 
 
-def _coloured(timelines: Mapping[str, Timeline]) -> Iterator[tuple[str, Timeline, str]]:
-    for index, (label, timeline) in enumerate(timelines.items()):
-        yield label, timeline, _COLOURS[index % len(_COLOURS)]
+def _coloured(curves: Mapping[str, Curve]) -> Iterator[tuple[str, Curve, str]]:
+    for index, (label, drawn) in enumerate(curves.items()):
+        yield label, drawn, _COLOURS[index % len(_COLOURS)]
 
 
-def _draw_lines(axes: Any, timelines: Mapping[str, Timeline]) -> None:
-    """Live memory over the ops: an area and a line a timeline, each peak marked."""
-    top = max((timeline.peak_bytes for timeline in timelines.values()), default=0) / MB or 1.0
-    longest = max((len(timeline.live_bytes) for timeline in timelines.values()), default=1)
-    for label, timeline, colour in _coloured(timelines):
+def _draw_lines(axes: Any, curves: Mapping[str, Curve]) -> None:
+    """Live memory over the ops: an area and a line each, every peak marked."""
+    top = max((drawn.timeline.peak_bytes for drawn in curves.values()), default=0) / MB or 1.0
+    widths = _phase_widths(curves.values())
+    longest = sum(width for _, width in widths) or max(
+        (len(one.timeline.live_bytes) for one in curves.values()), default=1
+    )
+    marked: list[tuple[float, float]] = []
+    for label, drawn, colour in _coloured(curves):
+        timeline = drawn.timeline
         live = [nbytes / MB for nbytes in timeline.live_bytes] or [timeline.start_bytes / MB]
+        edges = _edges(drawn, dict(widths)) if widths else [float(pos) for pos in range(len(live) + 1)]
         # one more point, so that the last op has its width too
-        axes.fill_between(range(len(live) + 1), [*live, live[-1]], step="post", color=colour, alpha=0.10, linewidth=0)
-        axes.step(range(len(live) + 1), [*live, live[-1]], where="post", color=colour, linewidth=1.8, label=label)
-        _mark_peak(axes, timeline, colour, longest)
+        axes.fill_between(edges, [*live, live[-1]], step="post", color=colour, alpha=0.10, linewidth=0)
+        axes.step(edges, [*live, live[-1]], where="post", color=colour, linewidth=1.8, label=label)
+        x, y = (edges[timeline.peak_pos] + edges[timeline.peak_pos + 1]) / 2 / longest, timeline.peak_bytes / MB / top
+        is_beside = any(abs(x - other_x) < 0.4 and abs(y - other_y) < 0.07 for other_x, other_y in marked)
+        _mark_peak(axes, drawn, (x * longest, y * top), colour, to_left=x > 0.5, below=is_beside)
+        marked.append((x, y))
         _mark_bound(axes, timeline, colour)
     axes.set_xlim(0, longest)
     axes.set_ylim(0, 1.16 * top)
     axes.set_ylabel("live GPU memory, MB", color=_FAINT)
-    axes.set_xlabel("operation of the trace", color=_FAINT)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if top >= 10 else f"{value:g}")
     axes.grid(axis="y", color="#e7e5e4", linewidth=0.8)
     axes.set_axisbelow(True)
     _plain_frame(axes)
+    if widths:
+        _name_phases(axes, widths, longest)
+    else:
+        axes.xaxis.get_major_locator().set_params(integer=True)
+        axes.set_xlabel("op of the trace, counted from 0", color=_FAINT)
     axes.legend(
         loc="lower left",
         bbox_to_anchor=(-0.008, 1.0),
@@ -368,17 +421,49 @@ def _draw_lines(axes: Any, timelines: Mapping[str, Timeline]) -> None:
     )
 
 
-def _mark_peak(axes: Any, timeline: Timeline, colour: str, longest: int) -> None:
+def _phase_widths(curves: Iterable[Curve]) -> tuple[tuple[str, float], ...]:
+    """Each phase of a step with its width on the axis, the same for all that is drawn; nothing for single traces."""
+    phases = [drawn.phases for drawn in curves]
+    names = [tuple(name for name, _ in found) for found in phases]
+    if not names or not names[0] or len(set(names)) > 1:
+        return ()
+    counts = [max(found[at][1] for found in phases) for at in range(len(names[0]))]
+    least = min(_LEAST_PHASE, 0.8 / len(counts)) * sum(counts)
+    return tuple((name, max(count, least)) for name, count in zip(names[0], counts))
+
+
+def _edges(drawn: Curve, widths: Mapping[str, float]) -> list[float]:
+    """Where on the axis each point of a step begins, and the last one ends: a phase's points share its width."""
+    edges, start = [0.0], 0.0
+    for name, count in drawn.phases:
+        edges += [start + widths[name] * (index + 1) / count for index in range(count)]
+        start += widths[name]
+    return edges
+
+
+def _name_phases(axes: Any, widths: Sequence[tuple[str, float]], longest: float) -> None:
+    """The phases below the axis, with a line between two of them."""
+    starts = [sum(width for _, width in widths[:at]) for at in range(len(widths) + 1)]
+    for start in starts[1:-1]:
+        axes.axvline(start, color="#d6d3d1", linewidth=0.9, linestyle=(0, (4, 3)), zorder=0)
+    texts = [
+        "\n".join(_wrapped(name.replace(" of ", "\n", 1), int(width / longest * _PHASE_CHARACTERS), 3))
+        for name, width in widths
+    ]
+    axes.set_xticks([start + width / 2 for start, (_, width) in zip(starts, widths)], texts)
+    axes.tick_params(axis="x", length=0)
+    axes.set_xlabel("ops that compute, in the order in which they run; each phase as wide as it needs", color=_FAINT)
+
+
+def _mark_peak(axes: Any, drawn: Curve, at: tuple[float, float], colour: str, *, to_left: bool, below: bool) -> None:
     """A dot at the peak, with its size and place beside it."""
     from matplotlib.patheffects import withStroke
 
-    x, y = timeline.peak_pos + 0.5, timeline.peak_bytes / MB
-    axes.plot([x], [y], "o", color=colour, markersize=6.5, markeredgecolor="white", markeredgewidth=1.3, zorder=5)
-    to_left = x > 0.72 * longest
+    axes.plot(*([part] for part in at), "o", color=colour, markersize=6.5, markeredgecolor="white", zorder=5)
     axes.annotate(
-        f"{megabytes(timeline.peak_bytes)} MB at op {timeline.peak_pos}",
-        (x, y),
-        xytext=(-9 if to_left else 9, 6),
+        f"{megabytes(drawn.timeline.peak_bytes)} MB at {drawn.peak_op}",
+        at,
+        xytext=(-9 if to_left else 9, -15 if below else 6),
         textcoords="offset points",
         ha="right" if to_left else "left",
         color=colour,
@@ -399,27 +484,28 @@ def _mark_bound(axes: Any, timeline: Timeline, colour: str) -> None:
     axes.annotate(words, (0, y), xytext=(2, 3), textcoords="offset points", color=colour, fontsize=8.5)
 
 
-def _draw_bars(axes: Any, timelines: Mapping[str, Timeline]) -> None:
-    """Who is alive at each peak: one bar a timeline, its parts named where they are wide enough."""
-    widest = max((timeline.peak_bytes for timeline in timelines.values()), default=0) / MB or 1.0
-    for row, (_, timeline, colour) in enumerate(_coloured(timelines)):
+def _draw_bars(axes: Any, curves: Mapping[str, Curve]) -> None:
+    """Who is alive at each peak: one bar each, its parts named where they are wide enough."""
+    widest = max((drawn.timeline.peak_bytes for drawn in curves.values()), default=0) / MB or 1.0
+    for row, (_, drawn, colour) in enumerate(_coloured(curves)):
         left = 0.0
-        for index, (name, made_by, nbytes) in enumerate(_parts(timeline.holders)):
+        for index, (name, made_by, nbytes) in enumerate(_parts(drawn.timeline.holders, _LEAST_IN_BAR * widest * MB)):
             width = nbytes / MB
             alpha = max(0.30, 0.92 - 0.13 * index)
-            axes.barh(row, width, left=left, height=0.8, color=colour, alpha=alpha, edgecolor="white", linewidth=1.4)
+            axes.barh(row, width, left=left, height=0.84, color=colour, alpha=alpha, edgecolor="white", linewidth=1.4)
             fits = int(width / widest * _BAR_CHARACTERS)
-            if fits >= 4:
-                lines = (_cut(name, fits), made_by if len(made_by) <= fits else "", megabytes(nbytes))
+            if fits >= 5:
+                maker = made_by if len(made_by) <= fits and made_by not in name else ""
+                lines = (*_wrapped(name, fits, 2 if maker else 3), maker, megabytes(nbytes))
                 text = "\n".join(line for line in lines if line)
                 ink = "white" if alpha > 0.55 else _INK
                 axes.text(
-                    left + width / 2, row, text, ha="center", va="center", fontsize=7.5, color=ink, linespacing=1.3
+                    left + width / 2, row, text, ha="center", va="center", fontsize=7.5, color=ink, linespacing=1.25
                 )
             left += width
-    axes.set_ylim(len(timelines) - 0.5, -0.5)
+    axes.set_ylim(len(curves) - 0.5, -0.5)
     axes.set_xlim(0, widest)
-    axes.set_yticks(range(len(timelines)), list(timelines), color=_INK)
+    axes.set_yticks(range(len(curves)), list(curves), color=_INK)
     axes.set_xticks([])
     axes.set_title("alive at the peak, MB", loc="left", fontsize=10, color=_FAINT, pad=4)
     _plain_frame(axes)
@@ -428,15 +514,26 @@ def _draw_bars(axes: Any, timelines: Mapping[str, Timeline]) -> None:
     axes.tick_params(length=0)
 
 
-def _parts(holders: Sequence[Holder]) -> list[tuple[str, str, int]]:
+def _parts(holders: Sequence[Holder], least_bytes: float) -> list[tuple[str, str, int]]:
     """Name, maker and bytes of the largest holders, and of the rest as one."""
-    parts = [(holder.name, holder.producer, holder.nbytes) for holder in holders[:_IN_BAR]]
-    rest = holders[_IN_BAR:]
+    told = [holder for holder in holders[:_IN_BAR] if holder.nbytes >= least_bytes]
+    rest = holders[len(told) :]
+    parts = [(holder.name, holder.producer, holder.nbytes) for holder in told]
     return parts + ([(f"{len(rest)} more", "", sum(holder.nbytes for holder in rest))] if rest else [])
 
 
-def _cut(name: str, width: int) -> str:
-    return name if len(name) <= width else f"{name[: width - 1]}…"
+def _wrapped(text: str, width: int, most: int) -> list[str]:
+    """``text`` in at most ``most`` lines of ``width`` characters, cut at blanks where it can be; what is too long is cut off.
+
+    >>> _wrapped("saved by thunder_0 of graph 0", 14, 2)
+    ['saved by', 'thunder_0 of…']
+    >>> _wrapped("l_self_modules_weight", 14, 2)
+    ['l_self_modules', '_weight']
+    """
+    lines = [line for part in text.split("\n") for line in wrap(part, max(width, 1))]
+    if len(lines) <= most:
+        return lines
+    return [*lines[: most - 1], f"{lines[most - 1][: max(width, 1) - 1]}…"]
 
 
 def _plain_frame(axes: Any) -> None:

@@ -35,6 +35,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from thunder_fusionfix.alias import Aliases, aliases
+from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Graph, Holder, Op, Timeline
 from thunder_fusionfix.segments import Temporaries, temporaries_of
 
@@ -80,10 +81,16 @@ def hold_cotangents(graph: Graph) -> Graph:
     return replace(graph, held=graph.held | found)
 
 
-def start_of_backward_peak(timeline: Timeline) -> int:
-    """Bytes at the peak of the first tenth of a backward trace's ops, where everything saved is still alive."""
-    first = timeline.live_bytes[: max(1, -(-len(timeline.live_bytes) // 10))]
-    return max(first, default=timeline.start_bytes)
+def computing(graph: Graph) -> tuple[int, ...]:
+    """Positions of the ops that compute: neither bookkeeping nor layouts, most of which are views."""
+    kinds = (Kind.BOOKKEEPING, Kind.LAYOUT)
+    return tuple(pos for pos, op in enumerate(graph.ops) if effect_of(op).kind not in kinds)
+
+
+def start_of_backward_peak(graph: Graph, timeline: Timeline) -> int:
+    """The most bytes at the first tenth of a backward trace's computing ops, where all that was saved is alive."""
+    calls = computing(graph)
+    return max((timeline.live_bytes[pos] for pos in calls[: -(-len(calls) // 10)]), default=timeline.start_bytes)
 
 
 class Prices:

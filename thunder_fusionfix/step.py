@@ -48,7 +48,7 @@ from thunder_fusionfix.devices import DEFAULT, find
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.model import UNPACK, Graph, Holder, Op, Struct, refs
-from thunder_fusionfix.simulate import Prices, hold_cotangents
+from thunder_fusionfix.simulate import Prices, computing, hold_cotangents
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class Phase:
     name: str
     live_bytes: tuple[int, ...]  # on the whole device, op by op
     peak_pos: int
-    calls: tuple[int, ...] = ()  # positions of the ops that compute
+    calls: tuple[int, ...] = ()  # positions of the ops that compute: neither bookkeeping nor views
 
     @property
     def peak_bytes(self) -> int:
@@ -282,22 +282,23 @@ class _Step:
     @cached_property
     def base(self) -> dict[str, int]:
         parameters = sum(self.sizes[key] for key in self.needs_grad)
-        outside = {
-            self.key(at, name)
-            for at, part in enumerate(self.parts)
-            for name in part.forward.args
-            if self._is_tensor(at, name)
-        }
+        outside = {key for at in range(len(self.parts)) for key in self._outside(at)}
         handles = any(_multiplies(part.forward) for part in self.parts) + any(
             _multiplies(part.backward) for part in self.parts if part.backward is not None
         )
         return {
             "parameters": parameters,
-            "inputs": sum(self.sizes[key] for key in outside if key[0] == -1 and key not in self.needs_grad),
+            "inputs": sum(self.sizes[key] for key in outside - self.needs_grad.keys()),
             "gradients": sum(self.needs_grad.values()) if self.optimizer.keeps_gradients else 0,
             "optimizer state": self.optimizer.state * parameters,
             "cuBLAS workspaces": handles * self.workspace_bytes,
         }
+
+    def _outside(self, at: int) -> Iterator[Key]:
+        """What a part takes from outside of the step."""
+        for name in self.parts[at].forward.args:
+            if self._is_tensor(at, name) and self.key(at, name)[0] == -1:
+                yield self.key(at, name)
 
     def _is_tensor(self, at: int, name: str) -> bool:
         return name in self.forwards[at].aliases.storage_of
@@ -379,10 +380,7 @@ class _Step:
         found = {key for keys in self.reached for key in keys}
         for earlier in range(at):
             found |= self.saved[earlier]
-        for name in self.parts[at].forward.args:
-            if self._is_tensor(at, name) and self.key(at, name)[0] == -1:
-                found.add(self.key(at, name))
-        return found
+        return found.union(self._outside(at))
 
     def _backward(self, at: int) -> None:
         prices = self.backwards[at]
@@ -424,7 +422,7 @@ class _Step:
         beside = self._beside(alive, passed)
         offset = sum(holder.nbytes for holder in beside) - own
         live = tuple(nbytes + offset for nbytes in timeline.live_bytes) or (offset,)
-        calls = tuple(pos for pos, op in enumerate(prices.graph.ops) if effect_of(op).kind is not Kind.BOOKKEEPING)
+        calls = computing(prices.graph)
         self.phases.append(Phase(name, live, timeline.peak_pos, calls))
         self.beside.append(beside)
         held = prices.graph.held
@@ -438,7 +436,7 @@ class _Step:
         self.unknown += timeline.unknown
 
     def _beside(self, alive: set[Key], passed: int) -> tuple[Holder, ...]:
-        found = [Holder(name, size, "before the step", "caller") for name, size in self.base.items()]
+        found = [Holder(self._called(name), size, "before the step", "caller") for name, size in self.base.items()]
         found.append(Holder("gradients of parameters", sum(self.new_gradients.values()), "backward", "optimizer"))
         found.append(Holder("gradients between parts", passed, "backward", "backward"))
         reached = {key for keys in self.reached for key in keys}
@@ -448,6 +446,12 @@ class _Step:
             found.append(Holder(f"saved by {part.name}", kept, part.name, "backward"))
             found.append(Holder(f"outputs of {part.name}", outputs, part.name, "caller"))
         return tuple(found)
+
+    def _called(self, kind: str) -> str:
+        """What a kind of the base is called among holders: as the one tensor that it is where it is one, as a loss's logits."""
+        outside = {key for at in range(len(self.parts)) for key in self._outside(at)}
+        tensors = {"parameters": self.needs_grad.keys(), "inputs": outside - self.needs_grad.keys()}.get(kind, ())
+        return next(iter(tensors))[1] if len(tensors) == 1 else kind
 
     def _start_of_backward(self) -> int:
         backwards = [phase for phase in self.phases if phase.name.startswith("backward")]

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # what takes torch or matplotlib is imported where it is need
     from thunder_fusionfix.explain import Explanation
     from thunder_fusionfix.model import Report, Timeline
     from thunder_fusionfix.overview import Overview
+    from thunder_fusionfix.report import Curve
 
 FIX_SCHEMA = "thunder_fusionfix.fix/1"
 Tell = Callable[[str], None]  # is told in a few words what goes on
@@ -125,13 +126,21 @@ class Explained:
             return None
         return before, after
 
-    def timelines(self) -> dict[str, Timeline]:
+    @property
+    def peak_first(self) -> tuple[Explanation, ...]:
+        """The explanations, with that of the trace that runs at the program's peak before the others."""
+        return tuple(self.explanations[index] for index in _peak_first(self.labels, self.programs))
+
+    def curves(self) -> dict[str, Curve]:
         """What to draw: the program's step, or the trace with the highest peak."""
+        from thunder_fusionfix.report import curve
+
         if self.programs is not None:
-            return _step_timelines(self.programs)
+            return _step_curves(self.programs)
         highest = max(range(len(self.explanations)), key=lambda index: self.explanations[index].peak_bytes)
+        one = self.explanations[highest]
         before, after = self.pair(highest)
-        return {"before": before, "after": after}
+        return {"before": curve(one.graph, before), "after": curve(one.planned, after)}
 
     def pair(self, index: int) -> tuple[Timeline, Timeline]:
         """The timelines of one trace before and after the passes."""
@@ -185,14 +194,28 @@ class Fixed:
     notes: tuple[str, ...] = ()
     captured: Capture | None = None  # after the passes; None for traces
 
-    def timelines(self) -> dict[str, Timeline]:
+    @property
+    def peak_first(self) -> tuple[tuple[str, Report], ...]:
+        """Each report with its title, that of the trace that runs at the program's peak before the others."""
+        from thunder_fusionfix.overview import phase_of
+
+        return tuple(
+            (phase_of(self.labels[index]), self.reports[index]) for index in _peak_first(self.labels, self.programs)
+        )
+
+    def curves(self) -> dict[str, Curve]:
         """What to draw: the program's step, or the trace with the highest peak; nothing where nothing was looked at."""
+        from thunder_fusionfix.report import curve
+
         if self.programs is not None:
-            return _step_timelines(self.programs)
+            return _step_curves(self.programs)
         if not self.reports:
             return {}
         highest = max(self.reports, key=lambda report: report.before.peak_bytes)
-        return {"before": highest.before, "after": highest.after}
+        return {
+            "before": curve(highest.graph_before, highest.before),
+            "after": curve(highest.graph_after, highest.after),
+        }
 
     def save(self, out: Path) -> list[Path]:
         """Writes the fixed traces; the files.
@@ -242,8 +265,11 @@ def fix_target(target: Target, trace: str | None = None, tell: Tell = _silent) -
 
     transform = FusionFixTransform()
     captured = target.capture([transform], tell)
-    labels = tuple(f"{index} {report.stage}" for index, report in enumerate(transform.reports, start=1))
     programs = (_overview(captured, before=True), _overview(captured))
+    # the transform reports on traces with regions, in the order in which Thunder compiles
+    fused = [label for label, graph in programs[0].labelled().items() if any(op.is_fusion for op in graph.ops)]
+    numbers = [f"{index} {report.stage}" for index, report in enumerate(transform.reports, start=1)]
+    labels = tuple(fused if len(fused) == len(numbers) else numbers)
     return Fixed(tuple(transform.reports), labels, programs, captured.notes, captured)
 
 
@@ -282,9 +308,15 @@ def _overview(captured: Capture, *, before: bool = False) -> Overview:
     return overview_of(captured, before=before)
 
 
-def _step_timelines(programs: tuple[Overview, Overview]) -> dict[str, Timeline]:
+def _step_curves(programs: tuple[Overview, Overview]) -> dict[str, Curve]:
     before, after = programs
-    return {"before": before.timeline, "after": after.timeline}
+    return {"before": before.curve, "after": after.curve}
+
+
+def _peak_first(labels: Sequence[str], programs: tuple[Overview, Overview] | None) -> list[int]:
+    """The places of ``labels``, with that of the trace that runs at the program's peak before the others."""
+    peak = programs[0].peak_label if programs is not None else None
+    return sorted(range(len(labels)), key=lambda index: labels[index] != peak)
 
 
 def save_program(overview: Overview, captured: Capture | None, out: Path) -> list[Path]:

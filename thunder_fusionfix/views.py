@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from thunder_fusionfix.diff import Crossing, Instance, RegionChange, Side, TraceDiff
 from thunder_fusionfix.document import Block, Code, Heading, Line, Table, megabytes, signed_megabytes
 from thunder_fusionfix.explain import Explanation, LayoutRegion
+from thunder_fusionfix.report import listed
 from thunder_fusionfix.sources import Source
 from thunder_fusionfix.verify import Fault, Rule
 
@@ -32,7 +33,8 @@ def explanation_blocks(found: Explanation) -> list[Block]:
     place = found.source.line_text(found.peak_pos) if found.graph.ops else "the start"
     blocks: list[Block] = [
         Heading(
-            f"{found.source.title}: peak {megabytes(found.peak_bytes)} MB at {found.peak_op}, {place}", is_main=True
+            f"{found.source.title}: peak of this trace {megabytes(found.peak_bytes)} MB at {found.peak_op}, {place}",
+            is_main=True,
         ),
         Line(
             f"{found.graph.stage} trace of {len(found.graph.ops)} ops; {megabytes(found.start_bytes)} MB before the first op; "
@@ -116,7 +118,7 @@ def _plan_blocks(found: Explanation) -> list[Block]:
     if not found.decisions:
         return [Heading("plan"), Line("the passes find nothing to change in this trace", "faint")]
     peaks = f"peak {megabytes(found.peak_bytes)} -> {megabytes(found.planned_peak_bytes)} MB"
-    blocks: list[Block] = [Heading(f"plan: {_counted(len(applied), 'rewrite')}, {peaks} by estimate")]
+    blocks: list[Block] = [Heading(f"plan for this trace: {_counted(len(applied), 'rewrite')}, {peaks} by estimate")]
     rows = [
         (
             found.source.line_text(one.pos),
@@ -127,8 +129,12 @@ def _plan_blocks(found: Explanation) -> list[Block]:
         for one in sorted(applied, key=lambda one: -one.bytes_won)
     ]
     blocks += limited(Table(("at", "in", "what", "MB won there"), tuple(rows), right=(3,)))
-    refused = Counter(one.reason for one in found.decisions if not one.applied)
-    blocks += [Line(f"{number} refused: {reason}", "faint") for reason, number in refused.most_common()]
+    refused: dict[tuple[str, str], list[str]] = {}
+    for one in found.decisions:
+        if not one.applied:
+            refused.setdefault((one.pass_name, one.reason), []).append(f"{one.where}: {one.what}")
+    for (pass_name, reason), places in sorted(refused.items(), key=lambda item: -len(item[1])):
+        blocks.append(Line(f"{pass_name} refused {len(places)}: {reason} ({listed(places, 1)})", "faint"))
     return blocks
 
 

@@ -8,6 +8,7 @@ import pytest
 from dags import UNIT
 from helpers import GraphBuilder
 
+from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Graph, Plan, Ref
 from thunder_fusionfix.passes.reorder import bytes_won, plan_reorder
@@ -39,7 +40,8 @@ def test_plan_early_producer_goes_to_its_consumer() -> None:
     (move,) = applied(plan)
     assert (move.pos, move.where, move.bytes_won) == (0, "torch.matmul", 1 << 20)
     assert move.what == "first moved later, from 0 to before torch.matmul (3)"
-    assert f"{simulate(graph).peak_bytes} -> {simulate(graph, plan.order).peak_bytes} bytes" in move.reason
+    peaks = [megabytes(simulate(graph, order).peak_bytes) for order in (None, plan.order)]
+    assert f"peak {peaks[0]} -> {peaks[1]} MB" in move.reason
 
 
 def test_plan_no_better_order_says_so() -> None:

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Plan
 from thunder_fusionfix.pins import edges, given_twice
@@ -59,12 +60,15 @@ def plan_reorder(facts: Facts, fuel: int | None = None) -> Plan:
 
 def _nothing_to_win(prices: Prices, found: Schedule) -> Decision:
     if found.peak_before <= found.lower_bound_bytes:
-        reason = f"the peak, {found.peak_before} bytes, is the lower bound of these ops"
+        reason = f"the peak, {megabytes(found.peak_before)} MB, is the lower bound of these ops"
     elif found.is_optimal:
-        reason = f"proven: no order of these ops needs less than {found.peak_before} bytes"
+        reason = f"proven: no order of these ops needs less than {megabytes(found.peak_before)} MB"
     else:
-        tried = ", ".join(f"{name} {peak}" for name, peak in found.prices)
-        reason = f"no order that was tried needs less than {found.peak_before} bytes ({tried}); bound {found.lower_bound_bytes}"
+        tried = ", ".join(f"{name} {megabytes(peak)}" for name, peak in found.prices)
+        reason = (
+            f"no order that was tried needs less than {megabytes(found.peak_before)} MB ({tried}); "
+            f"bound {megabytes(found.lower_bound_bytes)}"
+        )
     return Decision(NAME, 0, prices.graph.name, "the order stays", reason, False)
 
 
@@ -77,7 +81,7 @@ def _moves(prices: Prices, found: Schedule) -> Iterator[Decision]:
     index = {pos: at for at, pos in enumerate(order)}
     old_index = {pos: at for at, pos in enumerate(prices.steps)}
     won = bytes_won(prices, found)
-    proof = "no order needs less" if found.is_optimal else f"bound {found.lower_bound_bytes}"
+    proof = "no order needs less" if found.is_optimal else f"bound {megabytes(found.lower_bound_bytes)} MB"
     for pos in found.moved:
         at = index[pos]
         following = order[at + 1]  # there is one: the return statement does not move
@@ -87,7 +91,7 @@ def _moves(prices: Prices, found: Schedule) -> Iterator[Decision]:
             pos=pos,
             where=graph.ops[pos].id,
             what=f"{_outputs(prices, pos)} moved {where}, from {pos} to before {graph.ops[following].id} ({following})",
-            reason=f"order `{found.name}`: peak {found.peak_before} -> {found.peak_bytes} bytes, {proof}",
+            reason=f"order `{found.name}`: peak {megabytes(found.peak_before)} -> {megabytes(found.peak_bytes)} MB, {proof}",
             applied=True,
             bytes_won=won[pos],
         )
@@ -156,7 +160,7 @@ def _what_stays(prices: Prices, found: Schedule) -> Iterator[Decision]:
             pos=maker if maker is not None else 0,
             where=prices.graph.ops[maker].id if maker is not None else prices.graph.name,
             what=f"{name} stays alive over the peak at {prices.graph.ops[peak_op].id} ({peak_op})",
-            reason=f"{prices.sizes[id]} bytes; {_why_alive(prices, found, maker, users, peak_at, pinned)}",
+            reason=f"{megabytes(prices.sizes[id])} MB; {_why_alive(prices, found, maker, users, peak_at, pinned)}",
             applied=False,
         )
 

@@ -37,6 +37,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from thunder_fusionfix.apply import apply_to_graph
+from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.effects import effect_of
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Graph, Op, Part, Plan, RegionEdit
@@ -431,8 +432,8 @@ def _decisions(start: Cut, best: Cut) -> Iterator[Decision]:
             where=op.id,
             what=f"cut into {len(edit.parts)} regions: {pieces}",
             reason=(
-                f"with the pieces in their order the peak falls from {start.best_peak} to {best.best_peak} bytes, "
-                f"for {best.num_launches} launches more in all{repeated}"
+                f"with the pieces in their order the peak falls from {megabytes(start.best_peak)} to {megabytes(best.best_peak)} MB, "
+                f"for {best.num_launches} more launch{'es' * (best.num_launches != 1)} in all{repeated}"
             ),
             applied=True,
             bytes_won=start.holding.get(edit.pos, 0),
@@ -449,8 +450,10 @@ def _refusals(cut: Cut) -> Iterator[Decision]:
         elif len(region.finest(True)) < 2 and len(region.finest(False)) < 2:
             reason = "its outputs share sub-ops that are not cheap"
         else:
-            reason = f"cut, with its pieces in their order, it saves less than {cut.launch_bytes} bytes for each launch"
-        yield Decision(NAME, pos, region.op.id, f"stays whole; holds {held_bytes} bytes at the peak", reason, False)
+            reason = f"cut, with its pieces in their order, it saves less than {megabytes(cut.launch_bytes)} MB for each launch"
+        yield Decision(
+            NAME, pos, region.op.id, f"stays whole; holds {megabytes(held_bytes)} MB at the peak", reason, False
+        )
 
 
 def _some(names: Sequence[str]) -> str:

@@ -39,6 +39,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 
+from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.effects import Kind, effect_of, is_layout, short_name
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.layout import (
@@ -418,7 +419,10 @@ class _Rewrite:
             return "a view of the stored tensor outside", written, True
         copied = prod(steps[-1][0]) * (self.values[value.source].itemsize or 0)
         known = "copies" if any(viewed is Viewed.NO for _, viewed in steps) else "may copy"
-        reason = f"outside it {known} {copied} bytes in the stored dtype; inside nvFuser writes {written} to {at_most}"
+        reason = (
+            f"outside it {known} {megabytes(copied)} MB in the stored dtype; "
+            f"inside nvFuser writes {megabytes(written)} to {megabytes(at_most)} MB"
+        )
         return reason, written - copied, at_most > copied and (written > copied or copied <= SMALL_COPY)
 
     def _hoist_one(self, name: str, value: Derived, prefix: tuple[Layout, ...]) -> None:
@@ -568,7 +572,10 @@ class _Rewrite:
         if any(step.pad is not None for step in outer):
             stored = prod(self._shape(base)) * (output.itemsize or 0)
             won = source.nbytes - stored
-            reason = f"a reshape before a pad splits the region and writes {source.nbytes} bytes; outside {stored} are written"
+            reason = (
+                f"a reshape before a pad splits the region and writes {megabytes(source.nbytes)} MB; "
+                f"outside {megabytes(stored)} MB are written"
+            )
             return reason, won, won > 0
         shape = self._shape(base)
         for step in inner:
@@ -669,7 +676,7 @@ class _Rewrite:
         if isinstance(layout, Broadcast):
             return "an expand that feeds compute: read in registers, no bytes"
         if isinstance(layout, (Reshape, Contiguous)):
-            return f"between two computations: nvFuser may write {self.values[name].nbytes} bytes here"
+            return f"between two computations: nvFuser may write {megabytes(self.values[name].nbytes or 0)} MB here"
         return "between two computations: no bytes, it changes how the kernel reads"
 
     def _downstream(self, name: str) -> Iterator[str]:
