@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
@@ -124,6 +125,33 @@ def test_explain_of_a_saved_trace_names_the_peak(saved, suffix, capsys):
     assert "MB" in out
 
 
+@pytest.mark.parametrize("suffix", ["json", "txt"])
+def test_the_trace_that_holds_the_peak_of_the_step_comes_first(saved, suffix, capsys):
+    """The sentence on the step names a trace, and that is the first one which is explained."""
+    assert main(["explain", str(saved.with_suffix(f".{suffix}"))]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"before: The peak of a step, .* MB, is in the backward of causal_lm_loss, at ", out)
+    assert re.findall(r"^(\w+) \(.*: peak of this trace", out, re.MULTILINE) == ["backward_fn", "computation"]
+
+
+def test_a_saved_trace_can_be_chosen_by_its_label(saved, capsys):
+    """`--trace` takes the label that `capture` gave, from the Graphs and from the text."""
+    for path in (saved, saved.with_suffix(".txt")):
+        assert main(["explain", str(path), "--trace", "causal_lm_loss forward", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["name"] == "computation"
+
+
+def test_lines_are_those_of_the_file_and_graphs_have_none(saved, capsys):
+    """Of a printed trace the peak has a line; saved Graphs stand on none, and their ops go by position."""
+    assert main(["explain", str(saved), "--trace", "2", "--json"]) == 0
+    graph = json.loads(capsys.readouterr().out)
+    assert main(["explain", str(saved.with_suffix(".txt")), "--trace", "2", "--json"]) == 0
+    text = json.loads(capsys.readouterr().out)
+    assert (graph["first_line"], graph["peak_line"]) == (None, None)
+    line = saved.with_suffix(".txt").read_text().splitlines()[text["peak_line"] - 1]
+    assert line.split(" = ")[1].startswith(graph["peak_op"])
+
+
 @pytest.mark.nvfuser
 def test_fix_of_a_saved_trace_says_what_was_done_and_draws_it(saved, tmp_path, capsys):
     """Every decision is printed with its reason, the picture is written, and the fixed traces are saved."""
@@ -234,6 +262,7 @@ def test_doctor_fails_where_a_version_was_not_tested(monkeypatch, capsys):
         (["fix", *LOSS, "--picture", "step.bmp"], "step.bmp: end the file's name in .png or .svg or .pdf"),
         (["fix", *LOSS, "--trace", "1"], "--trace is for files with several traces"),
         (["explain", "trace.txt", "--step"], "--step is for models; trace.txt is a trace"),
+        (["explain", *LOSS, "--step", "--json"], "--step prints one table: leave --json out"),
         (["explain", *LOSS, "--device", "h100-80gb"], "--device and --optimizer go with --step"),
         (["explain", *LOSS, "--step", "--device", "abacus"], "--device 'abacus': one of"),
         (["explain", *LOSS, "--step", "--optimizer", "lion"], "--optimizer lion: one of none"),

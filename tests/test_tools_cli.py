@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 import subprocess
 import sys
@@ -105,6 +104,17 @@ def test_diff_leads_with_the_change_in_peak(files: dict[str, str]) -> None:
     assert any(re.match(r" +torch\.exp +t1 +0 +3 +3 -> 1$", line) for line in lines)
 
 
+def test_diff_of_strangers_says_so_in_one_line(files: dict[str, str], tmp_path: Path) -> None:
+    """Traces with next to nothing in common differ, exit code 1, and the reader is told that the files may be wrong."""
+    path = tmp_path / "other.txt"
+    lines = [f"  y{i + 1} = torch.tanh(y{i})" for i in range(9)]
+    path.write_text("\n".join(["def f(y0):", *lines, "  return y9"]))
+    result = run("diff", files["before"], str(path))
+    assert result.exit_code == 1
+    assert result.stdout.count("are hardly two traces of one program; wrong file?\n") == 1
+    assert "hardly" not in run("diff", files["before"], files["after"]).stdout
+
+
 def test_check_shows_rule_place_and_ten_lines_around_the_fault(files: dict[str, str]) -> None:
     """A use after ``del`` is found, with file and line, the law, and the line marked among ten."""
     text = run("check", files["broken"]).stdout
@@ -151,20 +161,6 @@ def test_explain_asks_for_the_traces_of_a_model_where_the_target_is_no_file() ->
 
 
 # ---------------------------------------------------------------- forms
-
-
-def test_json_of_every_verb_names_its_schema_and_is_documented(files: dict[str, str]) -> None:
-    """Each field at the top of each verb's JSON stands in docs/json.md, under its schema's name."""
-    described = (Path(__file__).parent.parent / "docs" / "json.md").read_text()
-    for args in (("diff", files["before"], files["after"]), ("explain", files["before"]), ("check", files["broken"])):
-        data = json.loads(run(*args, "--json").stdout)
-        (section,) = re.findall(rf"## `{re.escape(data['schema'])}`\n(.*?)(?=\n## |\Z)", described, re.DOTALL)
-        missing = [name for name in data if f"`{name}`" not in section]
-        assert missing == []
-        for rows in (
-            value for value in data.values() if isinstance(value, list) and value and isinstance(value[0], dict)
-        ):
-            assert [name for name in rows[0] if f"`{name}`" not in section] == []
 
 
 def test_markdown_has_headings_and_tables_and_escapes_names(files: dict[str, str]) -> None:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from thunder_fusionfix.overview import Overview
     from thunder_fusionfix.report import Curve
 
+CAPTURE_SCHEMA = "thunder_fusionfix.capture/1"
 FINE, FAILED, WRONG_USAGE = 0, 1, 2
 PICTURES = (".png", ".svg", ".pdf")
 PAGES = (".html", ".htm")
@@ -154,6 +155,9 @@ def explain_verb(
     check_picture(picture)
     check_page(html)
     if step:
+        given = {"--trace": trace, "--picture": picture, "--html": html, "--json": as_json, "--markdown": as_markdown}
+        if extra := [option for option, value in given.items() if value]:
+            raise UsageError(f"--step prints one table: leave {extra[0]} out (bench --predict-only writes it as JSON)")
         print(explain_step(target, device, optimizer))
         return
     if device is not None or optimizer is not None:
@@ -227,7 +231,7 @@ def doctor_verb(as_json: AsJson = False) -> None:
     from thunder_fusionfix.doctor import diagnose, diagnosis_blocks
 
     diagnosis = diagnose()
-    emit(diagnosis_blocks(diagnosis), [asdict(diagnosis)], as_json=as_json, as_markdown=False)
+    emit(diagnosis_blocks(diagnosis), [diagnosis.to_dict()], as_json=as_json, as_markdown=False)
     raise typer.Exit(FINE if diagnosis.fits else FAILED)
 
 
@@ -319,7 +323,9 @@ def capture_blocks(captured: Capture, overview: Overview, files: Sequence[Path])
 
 
 def capture_dict(captured: Capture, overview: Overview, files: Sequence[Path]) -> dict[str, Any]:
+    """The answer as plain data; docs/json.md describes the layout."""
     return {
+        "schema": CAPTURE_SCHEMA,
         "files": [str(path) for path in files],
         "peak_bytes": overview.step.peak_bytes,
         "parts": [{"name": part.name, "seconds": asdict(part.seconds)} for part in captured.parts],

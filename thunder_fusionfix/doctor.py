@@ -9,9 +9,12 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from thunder_fusionfix.document import Block, Heading, Line, Table, megabytes
+
+SCHEMA = "thunder_fusionfix.doctor/1"
 
 # Compile options of Thunder that keep memory, and why; the default is named where it is the costly one.
 COSTLY_OPTIONS = (
@@ -49,6 +52,15 @@ class Diagnosis:
     def fits(self) -> bool:
         """True where everything fits together."""
         return all(check.fits for check in self.checks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The diagnosis as plain data; docs/json.md describes the layout."""
+        return {
+            "schema": SCHEMA,
+            "fits": self.fits,
+            "checks": [asdict(check) for check in self.checks],
+            "costly_options": [{"option": option, "why": why} for option, why in self.costly_options],
+        }
 
 
 def diagnose() -> Diagnosis:

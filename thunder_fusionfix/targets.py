@@ -20,7 +20,7 @@ from thunder_fusionfix.sources import choose, looks_like_file, sources
 if TYPE_CHECKING:  # what takes torch or matplotlib is imported where it is needed
     from thunder_fusionfix.capture import Capture
     from thunder_fusionfix.explain import Explanation
-    from thunder_fusionfix.model import Report, Timeline
+    from thunder_fusionfix.model import Graph, Report, Timeline
     from thunder_fusionfix.overview import Overview
     from thunder_fusionfix.report import Curve
 
@@ -129,7 +129,8 @@ class Explained:
     @property
     def peak_first(self) -> tuple[Explanation, ...]:
         """The explanations, with that of the trace that runs at the program's peak before the others."""
-        return tuple(self.explanations[index] for index in _peak_first(self.labels, self.programs))
+        graphs = [one.graph for one in self.explanations]
+        return tuple(self.explanations[index] for index in _peak_first(self.labels, graphs, self.programs))
 
     def curves(self) -> dict[str, Curve]:
         """What to draw: the program's step, or the trace with the highest peak."""
@@ -199,9 +200,9 @@ class Fixed:
         """Each report with its title, that of the trace that runs at the program's peak before the others."""
         from thunder_fusionfix.overview import phase_of
 
-        return tuple(
-            (phase_of(self.labels[index]), self.reports[index]) for index in _peak_first(self.labels, self.programs)
-        )
+        graphs = [report.graph_before for report in self.reports]
+        order = _peak_first(self.labels, graphs, self.programs)
+        return tuple((phase_of(self.labels[index]), self.reports[index]) for index in order)
 
     def curves(self) -> dict[str, Curve]:
         """What to draw: the program's step, or the trace with the highest peak; nothing where nothing was looked at."""
@@ -313,10 +314,18 @@ def _step_curves(programs: tuple[Overview, Overview]) -> dict[str, Curve]:
     return {"before": before.curve, "after": after.curve}
 
 
-def _peak_first(labels: Sequence[str], programs: tuple[Overview, Overview] | None) -> list[int]:
-    """The places of ``labels``, with that of the trace that runs at the program's peak before the others."""
-    peak = programs[0].peak_label if programs is not None else None
-    return sorted(range(len(labels)), key=lambda index: labels[index] != peak)
+def _peak_first(
+    labels: Sequence[str], graphs: Sequence[Graph], programs: tuple[Overview, Overview] | None
+) -> list[int]:
+    """The places of traces, with the place of that which runs at the program's peak before the others.
+
+    It goes by its label, or is the very Graph where it was read from a text without labels.
+    """
+    if programs is None:
+        return list(range(len(labels)))
+    label = programs[0].peak_label
+    peak = programs[0].labelled()[label]
+    return sorted(range(len(labels)), key=lambda index: labels[index] != label and graphs[index] is not peak)
 
 
 def save_program(overview: Overview, captured: Capture | None, out: Path) -> list[Path]:

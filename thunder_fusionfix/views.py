@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from thunder_fusionfix.diff import Crossing, Instance, RegionChange, Side, TraceDiff
 from thunder_fusionfix.document import Block, Code, Heading, Line, Table, megabytes, signed_megabytes
 from thunder_fusionfix.explain import Explanation, LayoutRegion
+from thunder_fusionfix.match import BOOKKEEPING
+from thunder_fusionfix.model import Graph
 from thunder_fusionfix.report import listed
 from thunder_fusionfix.sources import Source
 from thunder_fusionfix.verify import Fault, Rule
 
+LEAST_COMMON = 0.2  # of the ops of the larger trace that both must have, or a diff says that they are strangers
 MAX_ROWS = 20  # rows of a table before the rest is only counted; --json has all
 
 
@@ -183,6 +186,7 @@ def diff_blocks(found: TraceDiff, before: Source, after: Source) -> list[Block]:
             )
         ),
     ]
+    blocks += _unrelated_blocks(found, before.graph, after.graph)
     blocks += _holder_blocks(found)
     blocks += _titled(
         "moved",
@@ -246,6 +250,16 @@ def diff_blocks(found: TraceDiff, before: Source, after: Source) -> list[Block]:
         ((one.what, _short(one.before), _short(one.after)) for one in found.other),
     )
     return blocks
+
+
+def _unrelated_blocks(found: TraceDiff, before: Graph, after: Graph) -> list[Block]:
+    """Says so where the traces have next to nothing in common: they are hardly of one program."""
+    sizes = [sum(len(op.leaves) for op in graph.ops if op.id not in BOOKKEEPING) for graph in (before, after)]
+    matched = max(sizes[0] - len(found.gone) - len(found.deduplicated), 0)
+    if matched >= LEAST_COMMON * max(sizes):
+        return []
+    words = f"only {matched} of {max(sizes):,} ops are in both: these are hardly two traces of one program; wrong file?"
+    return [Line(words, "bad")]
 
 
 def _peak_text(side: Side, source: Source) -> str:
