@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 from thunder_fusionfix import demo
 
@@ -16,6 +17,14 @@ def test_demo_without_nvfuser_shows_the_shipped_traces(monkeypatch, tmp_path, ca
     peaks = re.findall(r"^ +peak, MB +([\d,.]+) +([\d,.]+)$", out, flags=re.MULTILINE)
     assert len(peaks) == len(demo.SHOWS)
     assert all(float(after.replace(",", "")) < float(before.replace(",", "")) for before, after in peaks)
-    assert out.count("is in the backward of") == len(demo.SHOWS)
+    assert out.count("Before: The peak of a step, ") == len(demo.SHOWS)
+    assert all(f"    {line}\n" in out for line in demo.RECIPE)
     assert "traces that ship with the project, not live ones" in out
     assert all((tmp_path / demo.OUT / item.picture).stat().st_size > 10_000 for item in demo.SHOWS)
+
+
+def test_demo_and_readme_recommend_the_same():
+    """The closing recipe is README's, line by line and in its order."""
+    readme = (Path(demo.__file__).parent.parent / "README.md").read_text()
+    places = [readme.index(f"\n{line}\n") for line in demo.RECIPE]
+    assert places == sorted(places)

@@ -74,7 +74,7 @@ def test_peak_sentence_tells_shares_largest_first() -> None:
     assert peak_sentence(graph, simulate(graph)) == (
         "The peak of 32.0 MB is at nvFusion0 (op 9 of 12): "
         "16.0 MB that nvFusion0 writes only for itself, where nvFuser cuts it (wide, ordered), "
-        "8.0 MB results (grad), 4.0 MB gradients given (g), 4.0 MB saved by the forward (logits)."
+        "8.0 MB results (grad), 4.0 MB incoming gradients (g), 4.0 MB saved by the forward (logits)."
     )
 
 

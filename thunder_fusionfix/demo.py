@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thunder_fusionfix.cli import progress, quiet
-from thunder_fusionfix.document import Block, Heading, Line, show
+from thunder_fusionfix.document import Block, Code, Heading, Line, megabytes, show
 from thunder_fusionfix.errors import FusionFixError
 from thunder_fusionfix.overview import comparison_table
 from thunder_fusionfix.report import draw_timeline
@@ -28,11 +28,13 @@ INTRODUCTION = (
     "thunder_fusionfix takes them out where a view does, checks that the result is the same, and says what it did.",
 )
 
-USE = (
-    "To use it, add one line to what you have:",
-    "    from thunder_fusionfix import FusionFixTransform",
-    '    backend = ThunderCompiler(executors=("sdpa", "torchcompile_cat", "nvfuser"), transforms=[FusionFixTransform()])',
-    "Next: `fusionfix fix qwen2.5-7b --layers 4`, `fusionfix explain` with a trace from anywhere, `fusionfix doctor`.",
+# The recommended use, line by line as in README.
+RECIPE = (
+    "from thunder.dynamo import ThunderCompiler",
+    'from thunder_fusionfix import FusionFixTransform  # importing it also registers the executor "fusionfix"',
+    "fix = FusionFixTransform()",
+    'backend = ThunderCompiler(executors=("sdpa", "torchcompile_cat", "fusionfix", "nvfuser"), transforms=[fix])',
+    "model = torch.compile(model, backend=backend)",
 )
 
 
@@ -86,8 +88,29 @@ def main() -> int:
     if not has_nvfuser():
         print("\nnvFuser is not installed here: these are the traces that ship with the project, not live ones.")
     console.print()
-    show([Heading("How to go on"), *(Line(text) for text in USE)], console)
+    show(next_steps(), console)
     return 0
+
+
+def next_steps() -> Iterator[Block]:
+    """How to use what was shown, and where to look further."""
+    yield Heading("How to use it")
+    yield Line("In a training script, on a machine with an NVIDIA GPU:")
+    yield Code(RECIPE)
+    yield Line(
+        'Above you saw what the transform does alone; "fusionfix" in the list of executors does more, before fusions are made.'
+    )
+    yield Heading("Where to look further, without a GPU")
+    command = command_here()
+    yield Line(f"{command} fix qwen2.5-7b --layers 4    # another size, with every decision and its reason")
+    yield Line(f"{command} explain trace.txt            # a trace from anywhere: a log, an issue")
+    yield Line(f"{command} --help                       # all the rest")
+
+
+def command_here() -> str:
+    """How the command is called here: by its path where it is in the environment of the repository."""
+    script = Path(sys.executable).with_name("fusionfix")
+    return str(script.relative_to(Path.cwd())) if script.is_relative_to(Path.cwd()) and script.exists() else "fusionfix"
 
 
 def has_nvfuser() -> bool:
@@ -103,12 +126,15 @@ def blocks_of(number: int, item: Show) -> Iterator[Block]:
     assert fixed.programs is not None, "a program that was captured is a whole one"
     before, after = fixed.programs
     yield Heading(f"{number}. {item.title}", is_main=True)
-    yield Line(f"What held the peak: {before.sentence()}")
+    yield Line(f"Before: {before.sentence()}")
+    yield Line(f"After:  {after.sentence()}")
     yield comparison_table(before, after)
     applied = [decision for report in fixed.reports for decision in report.decisions if decision.applied]
     yield Line(f"{len(applied)} rewrites, each checked; the largest:")
     for decision in sorted(applied, key=lambda one: -one.bytes_won)[:3]:
-        yield Line(f"  in {decision.where}: {decision.what} ({decision.reason})")
+        won = megabytes(decision.bytes_won)
+        yield Line(f"  in {decision.where}, {won} MB less there: {decision.what} ({decision.reason})")
+    yield Line("Each layout op that stays has its reason too: `fix` prints them all.")
     OUT.mkdir(exist_ok=True)
     draw_timeline(fixed.curves(), OUT / item.picture)
     yield Line(f"Picture of the memory over the step: {OUT / item.picture}", "good")

@@ -105,7 +105,7 @@ def why_alive(graph: Graph, pos: int, holder: Holder) -> str:
     if is_temporary(graph, holder):
         return f"that {at.id} writes only for itself, where nvFuser cuts it"
     if holder.producer in ("argument", "saved tensor", "cotangent"):
-        return {"argument": "arguments", "saved tensor": "saved by the forward", "cotangent": "gradients given"}[
+        return {"argument": "arguments", "saved tensor": "saved by the forward", "cotangent": "incoming gradients"}[
             holder.producer
         ]
     if holder.last_use == RETURN:
