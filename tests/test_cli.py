@@ -165,6 +165,14 @@ def test_fix_of_a_saved_trace_says_what_was_done_and_draws_it(saved, tmp_path, c
     assert main(["check", str(saved), str(out)]) == 1
     assert capsys.readouterr().out.endswith("with --allow fix no rule is broken\n")
     assert main(["check", str(saved), str(out), "--allow", "fix"]) == 0
+    assert main(["check", str(out)]) == 0
+    capsys.readouterr()
+    assert (
+        main(["fix", str(out), "--json"]) == 0
+    )  # what is fixed stays as it is: the names of new values are names like any
+    again = json.loads(capsys.readouterr().out)
+    assert again["before"] == again["after"]
+    assert not any(decision["applied"] for trace in again["traces"] for decision in trace["decisions"])
 
 
 @pytest.mark.nvfuser

@@ -20,9 +20,25 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import count
 
 from thunder_fusionfix.infer import fill
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, Graph, NewOp, Op, Part, Plan, Ref, RegionEdit, Value, refs
+from thunder_fusionfix.model import (
+    CLEAR,
+    DEL,
+    RETURN,
+    Arg,
+    Graph,
+    NewOp,
+    Op,
+    Part,
+    Plan,
+    Ref,
+    RegionEdit,
+    Struct,
+    Value,
+    refs,
+)
 
 
 def apply_to_graph(graph: Graph, plan: Plan) -> Graph:
@@ -59,6 +75,39 @@ def apply_to_graph(graph: Graph, plan: Plan) -> Graph:
     if new_names:
         values, _ = fill(made, {**graph.values, **{name: Value(name) for name in new_names}})
     return replace(graph, ops=with_deletes(ops, values, graph.stage == "backward"), values=values)
+
+
+def with_readable_names(graph: Graph) -> Graph:
+    """``graph`` with ``new0``, ``new1``, ... in place of a plan's own names (``%0``), which no text of a trace can hold.
+
+    >>> from thunder_fusionfix.model import Placed
+    >>> from thunder_fusionfix.parse import parse
+    >>> graph = parse("def f(x):\\n  new0 = prims.neg(x)\\n  return new0")
+    >>> plan = Plan(placed=(Placed(1, NewOp("prims.exp", (Ref("new0"),), "%0")),))
+    >>> [name for op in with_readable_names(apply_to_graph(graph, plan)).ops for name in op.outputs]
+    ['new0', 'new1']
+    """
+    unused = (name for name in (f"new{number}" for number in count()) if name not in graph.values)
+    names = {name: next(unused) for name in graph.values if name.startswith("%")}
+    if not names:
+        return graph
+
+    def of_arg(arg: Arg) -> Arg:
+        if isinstance(arg, Ref):
+            return Ref(names.get(arg.name, arg.name))
+        if isinstance(arg, tuple):
+            return tuple(map(of_arg, arg))
+        if isinstance(arg, Struct):
+            return Struct(tuple((key, of_arg(item)) for key, item in arg.items))
+        return arg
+
+    def of_op(op: Op) -> Op:
+        args, output, subops = map(of_arg, op.args), of_arg(op.output), map(of_op, op.subops)
+        kwargs = ((key, of_arg(item)) for key, item in op.kwargs)
+        return replace(op, args=tuple(args), output=output, kwargs=tuple(kwargs), subops=tuple(subops))
+
+    values = {names.get(name, name): replace(value, name=names.get(name, name)) for name, value in graph.values.items()}
+    return replace(graph, ops=tuple(map(of_op, graph.ops)), values=values)
 
 
 def with_deletes(ops: Iterable[Op], values: dict[str, Value], clear_collections: bool) -> tuple[Op, ...]:

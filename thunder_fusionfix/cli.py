@@ -171,7 +171,9 @@ def explain_verb(
     ]
     emit(blocks, [one.to_dict() for one in explained.explanations], as_json=as_json, as_markdown=as_markdown)
     if html is not None:
-        write_page(html, [one.source for one in explained.peak_first[:2]], blocks, f"memory of {name}")
+        shown, num_traces = [one.source for one in explained.peak_first[:2]], len(explained.explanations)
+        more = f": two of its {num_traces} traces, that with the peak among them" if num_traces > 2 else ""
+        write_page(html, shown, blocks, f"memory of {name}{more}")
     draw(explained.curves() if picture is not None else {}, picture)
 
 

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from thunder_fusionfix.alias import Aliases
-from thunder_fusionfix.apply import apply_to_graph
+from thunder_fusionfix.apply import apply_to_graph, with_readable_names
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.diff import TraceDiff, diff
 from thunder_fusionfix.effects import is_layout
@@ -175,7 +175,7 @@ def explain(source: Source, forward: Graph | None = None, config: FusionFixConfi
         len(timeline.holders),
         tuple(_layout_regions(source.graph, facts.aliases)),
         decisions,
-        planned.graph,
+        with_readable_names(planned.graph),
         planned.timeline.peak_bytes,
         (*source.graph.notes, *_region_notes(source.graph), *notes),
     )

@@ -42,7 +42,8 @@ function choose(number, pos) {
   const trace = traces[number];
   if (!trace || !trace.ops[pos]) return;
   const [first, last] = trace.ops[pos];
-  document.getElementById("place").textContent = `${trace.title}, op ${pos}, ${first === last ? `line ${first}` : `lines ${first} to ${last}`}`;
+  const place = first === last ? `, line ${first}` : `, lines ${first} to ${last}`;
+  document.getElementById("place").textContent = `${trace.title}, op ${pos}${trace.isText ? place : ""}`;
   document.getElementById("lines").textContent = trace.lines.slice(first - 1, last).join("\\n");
 }
 plot.on("plotly_click", event => choose(event.points[0].curveNumber, event.points[0].pointNumber));
@@ -92,8 +93,13 @@ def page(traces: Sequence[Source], blocks: Iterable[Block], title: str) -> str:
             font={"color": colour},
             arrowcolor=colour,
         )
+    if max((len(source.graph.ops) for source in traces), default=0) < 20:
+        figure.update_xaxes(dtick=1)  # there is no op 0.5
     drawing = figure.to_html(full_html=False, include_plotlyjs=False, div_id=DIV_ID, config=_CONFIG)
-    data = [{"title": source.title, "lines": source.lines, "ops": source.op_lines} for source in traces]
+    data = [
+        {"title": source.title, "lines": source.lines, "ops": source.op_lines, "isText": source.is_text}
+        for source in traces
+    ]
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n<script>{get_plotlyjs()}</script>\n</head>\n<body>\n"
