@@ -1,4 +1,5 @@
-"""The final passes, in the order in which they run. To add one: a file here, a line in `PASSES`, a test file.
+"""The final passes, in the order in which they run. To add one: a file here, a line in `PASSES`, an option in `config`, a test
+file; CONTRIBUTING.md goes through it step by step.
 
 Order: layouts leave regions first, because a region that lost them splits and moves more freely; cuts come before the order,
 because the pieces of a region stand where it stood until they are moved.
