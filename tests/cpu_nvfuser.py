@@ -2,12 +2,14 @@
 
 nvFuser takes CUDA tensors only and compiles for a GPU; which ops it fuses, merges, rematerializes and names is decided in
 Python, from shapes, dtypes and devices. Here its checks are told that a CPU is as good, and a fusion, when called, runs the
-torch implementations of its sub-ops in order. So programs are executed with the regions that nvFuser would get.
+torch implementations of its sub-ops in order. So programs are executed with the regions that nvFuser would get. nvFuser's
+own cross entropy, which torch does not have, is written out here as its definition in Thunder has it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +19,7 @@ from thunder.core.codeutils import SigInfo
 from thunder.core.trace import TraceCtx, tracectx
 from thunder.executors.passes import transform_for_execution
 from thunder.executors.torchex import ex as torch_executor
+from thunder.extend import OperatorExecutor
 
 from thunder_fusionfix._thunder import nvfuser_registered, replaced
 
@@ -33,9 +36,6 @@ def nvfuser_on_cpu() -> Iterator[Any]:
         import thunder.executors.nvfuserex_impl as impl
 
         supported = impl._lcdtype_to_nvdtype_map
-        without_fused_loss = {
-            key: value for key, value in executor._implmap.items() if key != "torch.nn.functional.cross_entropy"
-        }
         calls.clear()
         with (
             replaced(impl, "is_supported_device", lambda device: True),
@@ -44,7 +44,6 @@ def nvfuser_on_cpu() -> Iterator[Any]:
             replaced(impl, "device_supports_fp8", lambda: True),
             replaced(impl, "create_fusion_definition_wrapper", _interpreter),
             replaced(type(executor), "has_cuda_input_or_output", lambda self, bsym: True),
-            replaced(executor, "_implmap", without_fused_loss),
         ):
             yield executor
 
@@ -76,4 +75,40 @@ def _torch_callable(bsyms: Sequence[Any], inputs: Sequence[Any], outputs: Sequen
     trace.names |= {proxy.name for bsym in bsyms for proxy in bsym.flat_proxy_outs}
     trace._siginfo = SigInfo("region")
     trace._siginfo.args = [(proxy.name, None) for proxy in inputs]
-    return transform_for_execution(trace, (torch_executor,)).python_callable(include_decorators=False)
+    executors = (_losses(), torch_executor)
+    return transform_for_execution(trace, executors).python_callable(include_decorators=False)
+
+
+@functools.cache
+def _losses() -> OperatorExecutor:
+    """Runs nvFuser's two cross entropy ops with torch."""
+    from thunder.executors import nvfuserex_impl as impl
+
+    executor = OperatorExecutor("cpu_losses", version="1")
+    for symbol, function in (
+        (impl.nv_cross_entropy_fwd, _cross_entropy),
+        (impl.nv_cross_entropy_bwd, _cross_entropy_gradient),
+    ):
+        made = executor.register_operator(f"cpu_{symbol.name}", meta=symbol.meta, fn=function)
+        executor.register_implementation(symbol, made)
+    return executor
+
+
+def _cross_entropy(a, /, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing):
+    is_kept = target != ignore_index
+    chosen = a.gather(1, torch.where(is_kept, target, 0)[:, None])[:, 0]
+    a_max = a.amax(1)
+    log_sum_exp = (a - a_max[:, None]).exp().sum(1).log()
+    losses = torch.where(is_kept, -(chosen - a_max - log_sum_exp), 0.0)
+    count = is_kept.sum().float()
+    return (losses.sum() / count).to(a.dtype), a_max.float(), log_sum_exp.float(), count
+
+
+def _cross_entropy_gradient(g, a, *, target, a_max, max_log_sum_exp, valid_indices, ignore_index, label_smoothing):
+    share = g / valid_indices
+    softmax = (a - a_max[:, None] - max_log_sum_exp[:, None]).exp()
+    is_class = torch.arange(a.shape[1])[None] == target[:, None]
+    gradient = torch.where(is_class, -share, 0.0) - softmax * torch.where(
+        (target != ignore_index)[:, None], -share, 0.0
+    )
+    return gradient.to(a.dtype)

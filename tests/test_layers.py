@@ -17,10 +17,10 @@ ROOT = Path(thunder_fusionfix.__file__).parent
 # Lowest first. A new module belongs into one row: the lowest that is above all that it imports, whatever it imports lazily too.
 ROWS = {
     "words": "__init__ errors model config document",
-    "facts": "effects layout infer index_map alias liveness store unparse text syntax paste canonical mincut devices variants model_names",
+    "facts": "effects layout losses infer index_map alias liveness store unparse text syntax paste canonical mincut devices variants model_names",
     "decide": "lift normal_form pins segments simulate facts schedule verify match diff parse apply joint step report results",
     "trace": "_thunder read edit edit_joint share splitter execute",
-    "passes": "passes.__init__ passes.unfuse_layouts passes.split_regions passes.reorder passes.fold_matmuls"
+    "passes": "passes.__init__ passes.ignore_cut_rows passes.unfuse_layouts passes.split_regions passes.reorder passes.fold_matmuls"
     " passes.claim_layouts passes.recompute_cheap",
     "run": "pipeline joint_pipeline capture models sources explain page views",
     "entry": "transform executor plugin",

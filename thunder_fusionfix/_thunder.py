@@ -343,6 +343,7 @@ from thunder.core.compile_data import (
 )
 from thunder.core.compile_data import get_compile_data as get_compile_data
 from thunder.core.compile_data import get_compile_option as get_compile_option
+from thunder.core.devices import to_device as to_device
 from thunder.core.prims import PrimIDs as PrimIDs
 from thunder.core.proxies import CollectionProxy as CollectionProxy
 from thunder.core.proxies import FutureTensorProxy as FutureTensorProxy
@@ -350,8 +351,10 @@ from thunder.core.proxies import NumberProxy as NumberProxy
 from thunder.core.proxies import Proxy as Proxy
 from thunder.core.proxies import TensorProxy as TensorProxy
 from thunder.core.proxies import variableify as variableify
+from thunder.core.pytree import tree_flatten as tree_flatten
 from thunder.core.pytree import tree_iter as tree_iter
 from thunder.core.pytree import tree_map as tree_map
+from thunder.core.pytree import tree_unflatten as tree_unflatten
 from thunder.core.recipe import Plugin as Plugin
 from thunder.core.recipe import PluginPolicy as PluginPolicy
 from thunder.core.symbol import BoundSymbol as BoundSymbol

@@ -18,7 +18,7 @@ Metadata of values that a plan makes come from the rules of `infer`, so an op th
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -27,7 +27,6 @@ from thunder_fusionfix.model import (
     CLEAR,
     DEL,
     RETURN,
-    Arg,
     Graph,
     NewOp,
     Op,
@@ -35,9 +34,10 @@ from thunder_fusionfix.model import (
     Plan,
     Ref,
     RegionEdit,
-    Struct,
+    Repeat,
     Value,
     refs,
+    renamed,
 )
 
 
@@ -92,22 +92,8 @@ def with_readable_names(graph: Graph) -> Graph:
     if not names:
         return graph
 
-    def of_arg(arg: Arg) -> Arg:
-        if isinstance(arg, Ref):
-            return Ref(names.get(arg.name, arg.name))
-        if isinstance(arg, tuple):
-            return tuple(map(of_arg, arg))
-        if isinstance(arg, Struct):
-            return Struct(tuple((key, of_arg(item)) for key, item in arg.items))
-        return arg
-
-    def of_op(op: Op) -> Op:
-        args, output, subops = map(of_arg, op.args), of_arg(op.output), map(of_op, op.subops)
-        kwargs = ((key, of_arg(item)) for key, item in op.kwargs)
-        return replace(op, args=tuple(args), output=output, kwargs=tuple(kwargs), subops=tuple(subops))
-
     values = {names.get(name, name): replace(value, name=names.get(name, name)) for name, value in graph.values.items()}
-    return replace(graph, ops=tuple(map(of_op, graph.ops)), values=values)
+    return replace(graph, ops=tuple(_renamed_op(op, names) for op in graph.ops), values=values)
 
 
 def with_deletes(ops: Iterable[Op], values: dict[str, Value], clear_collections: bool) -> tuple[Op, ...]:
@@ -137,7 +123,27 @@ def with_deletes(ops: Iterable[Op], values: dict[str, Value], clear_collections:
 
 
 def _op_of(op: NewOp) -> Op:
-    return Op(op.symbol, op.args, Ref(op.output))
+    return Op(op.symbol, op.args, Ref(op.output), op.kwargs)
+
+
+def _subop_of(region: Op, item: int | NewOp | Repeat) -> Op:
+    """What ``item`` stands for in a rebuilt ``region``."""
+    if isinstance(item, NewOp):
+        return _op_of(item)
+    if isinstance(item, int):
+        return region.subops[item]
+    return _renamed_op(region.subops[item.index], dict(item.renamed))
+
+
+def _renamed_op(op: Op, names: Mapping[str, str]) -> Op:
+    """``op`` over, and giving, other names."""
+    return replace(
+        op,
+        args=tuple(renamed(arg, names) for arg in op.args),
+        output=renamed(op.output, names),
+        kwargs=tuple((key, renamed(arg, names)) for key, arg in op.kwargs),
+        subops=tuple(_renamed_op(subop, names) for subop in op.subops),
+    )
 
 
 def _regions_of(op: Op, edit: RegionEdit, numbers: dict[str, int]) -> list[Op]:
@@ -151,7 +157,7 @@ def _regions_of(op: Op, edit: RegionEdit, numbers: dict[str, int]) -> list[Op]:
 
 
 def _region(op: Op, part: Part, name: str) -> Op:
-    body = tuple(op.subops[item] if isinstance(item, int) else _op_of(item) for item in part.body)
+    body = tuple(_subop_of(op, item) for item in part.body)
     taken = inputs_of(body)
     ordered = dict.fromkeys((*(name for name in refs(op.args) if name in taken), *taken))
     return replace(op, id=name, args=tuple(map(Ref, ordered)), output=tuple(map(Ref, part.outputs)), subops=body)

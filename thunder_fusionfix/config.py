@@ -21,6 +21,10 @@ PREFIX = "fusionfix_"
 class FusionFixConfig:
     """Options of the passes; each field's comment says what it does."""
 
+    ignore_cut_rows: bool = True  # rows cut off before a cross entropy are ignored by their label instead
+    cut_rows_min_bytes: int = (
+        2**26
+    )  # smaller logits are cut as they were; a pass over these bytes takes a GPU 15 to 30 us
     unfuse_layouts: bool = True  # layout ops leave fusion regions
     split_regions: bool = True  # fusion regions that hold memory at the peak are cut, where the pieces need less
     split_min_bytes: int = 2**20  # a cut has to lower the peak by this much for each launch that it adds
@@ -87,7 +91,7 @@ def check_option(name: str, value: Any) -> None:
     if name in ("fuel", "entry_fuel"):
         if value is not None and not _is_count(value):
             raise UsageError(f"fusionfix option {name}={value!r}: a number of rewrites >= 0, or None for no limit")
-    elif name in ("split_min_bytes", "recompute_min_bytes"):
+    elif name in ("cut_rows_min_bytes", "split_min_bytes", "recompute_min_bytes"):
         if not _is_count(value):
             raise UsageError(f"fusionfix option {name}={value!r}: a number of bytes >= 0")
     elif name == "memory_budget":

@@ -24,11 +24,15 @@ from thunder_fusionfix._thunder import (
     from_trace,
     get_always_executors,
     prims,
+    to_device,
     tracectx,
+    tree_flatten,
+    tree_map,
+    tree_unflatten,
     variableify,
 )
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.model import CLEAR, DEL, Arg, Const, Graph, NewOp, Part, Plan, Ref
+from thunder_fusionfix.model import CLEAR, DEL, Arg, Const, Graph, NewOp, Part, Plan, Ref, Repeat
 from thunder_fusionfix.read import positioned
 
 
@@ -115,7 +119,7 @@ class _Editor:
         return [self._fuse(bsym, part, number) for part, number in zip(parts, numbers)]
 
     def _fuse(self, bsym: BoundSymbol, part: Part, number: int) -> BoundSymbol:
-        body = [bsym.subsymbols[item] if isinstance(item, int) else self._make(item) for item in part.body]
+        body = [self._inside(bsym, item) for item in part.body]
         made = {proxy.name for sub in body for proxy in sub.flat_proxy_outs}
         taken = {proxy.name: proxy for sub in body for proxy in sub.flat_proxy_args if proxy.name not in made}
         old_order = [proxy.name for proxy in bsym.args if isinstance(proxy, Proxy) and proxy.name in taken]
@@ -133,19 +137,46 @@ class _Editor:
             tags=set(bsym.tags),
         )
 
+    def _inside(self, region: BoundSymbol, item: int | NewOp | Repeat) -> BoundSymbol:
+        """What ``item`` stands for in the rebuilt ``region``."""
+        if isinstance(item, NewOp):
+            return self._make(item)
+        return region.subsymbols[item] if isinstance(item, int) else self._repeat(region.subsymbols[item.index], item)
+
     def _make(self, op: NewOp) -> BoundSymbol:
         """The prim of ``op`` with its output made by the prim's own meta."""
         symbol = getattr(prims, op.symbol.removeprefix("prims."), None)
         if symbol is None or not op.symbol.startswith("prims."):
             raise UnsupportedTraceError(f"{op.symbol} is no prim of this Thunder")
         args = tuple(self._argument(arg) for arg in op.args)
-        made = self._record(symbol, args)[-1]
-        known = self.proxies.get(op.output)
-        if known is None:
-            self.proxies[op.output] = made.output
-            return made
-        _check_same(op, made.output, known)
-        return made.from_bsym(output=known)
+        made = self._record(symbol, args, {name: self._argument(arg) for name, arg in op.kwargs})[-1]
+        output = self._known_as(made.output, op.output, op.symbol)
+        return made if output is made.output else made.from_bsym(output=output)
+
+    def _repeat(self, bsym: BoundSymbol, item: Repeat) -> BoundSymbol:
+        """``bsym`` over other operands, its outputs made by its own meta."""
+        names = dict(item.renamed)
+
+        def operand(arg: Any) -> Any:
+            return self.proxies[names.get(arg.name, arg.name)] if isinstance(arg, Proxy) else arg
+
+        made = self._record(bsym.sym, tree_map(operand, bsym.args), tree_map(operand, bsym.kwargs))[-1]
+        flat, structure = tree_flatten(made.output)
+        if len(flat) != len(bsym.flat_outs):
+            raise UnsupportedTraceError(
+                f"{bsym.sym.name} gives {len(flat)} values, the trace has {len(bsym.flat_outs)}"
+            )
+        outputs = [
+            self._known_as(new, names.get(old.name, old.name), bsym.sym.name) for old, new in zip(bsym.flat_outs, flat)
+        ]
+        return made.from_bsym(output=tree_unflatten(outputs, structure), tags=set(bsym.tags))
+
+    def _known_as(self, made: Proxy, name: str, symbol: str) -> Proxy:
+        """The trace's own proxy of this name; ``made`` where there is none, which has the name from now on."""
+        known = self.proxies.setdefault(name, made)
+        if known is not made:
+            _check_same(symbol, name, made, known)
+        return known
 
     def _record(
         self, symbol: Callable, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
@@ -175,12 +206,18 @@ class _Editor:
             return self.proxies[arg.name]
         if isinstance(arg, tuple):
             return tuple(self._argument(item) for item in arg)
-        if isinstance(arg, Const):
-            dtype = getattr(dtypes, arg.text.removeprefix("dtypes."), None) if arg.text.startswith("dtypes.") else None
-            if dtype is None:
-                raise UnsupportedTraceError(f"{arg.text} is no dtype of this Thunder")
-            return dtype
-        return arg
+        return _constant(arg.text) if isinstance(arg, Const) else arg
+
+
+def _constant(text: str) -> Any:
+    """The dtype or device that a trace prints so."""
+    device = re.fullmatch(r"devices\.Device\(\"(\w+(?::\d+)?)\"\)", text)
+    if device is not None:
+        return to_device(device[1])
+    dtype = getattr(dtypes, text.removeprefix("dtypes."), None) if text.startswith("dtypes.") else None
+    if dtype is None:
+        raise UnsupportedTraceError(f"{text} is no dtype or device of this Thunder")
+    return dtype
 
 
 def _proxies(trace: TraceCtx) -> dict[str, Proxy]:
@@ -207,10 +244,10 @@ def _counters(graph: Graph) -> dict[str, int]:
     return highest
 
 
-def _check_same(op: NewOp, made: Any, known: Proxy) -> None:
-    """Raises where the prim's own meta gives other metadata than the trace says that the value has."""
+def _check_same(symbol: str, name: str, made: Any, known: Proxy) -> None:
+    """Raises where the symbol's own meta gives other metadata than the trace says that the value has."""
     if not isinstance(made, TensorProxy) or not isinstance(known, TensorProxy):
-        raise UnsupportedTraceError(f"{op.symbol} gives {made}, the trace says {known}")
+        raise UnsupportedTraceError(f"{symbol} gives {made}, the trace says {known}")
     said, got = (tuple(known.shape), known.dtype, known.device), (tuple(made.shape), made.dtype, made.device)
     if said != got:
-        raise UnsupportedTraceError(f"{op.symbol} for {op.output} gives {got}, the trace says {said}")
+        raise UnsupportedTraceError(f"{symbol} for {name} gives {got}, the trace says {said}")

@@ -5,7 +5,7 @@ value that both know outside of regions must come out the same. Nothing is exec'
 in a table of torch calls.
 
 - An op that is not in the table is a fixed smooth function of its arguments: elementwise where `effects` says so,
-  else one that mixes all elements. Fused losses and the like thus take part, as unknown functions that see every
+  else one that mixes all elements. Fused attention and the like thus take part, as unknown functions that see every
   change of their inputs.
 - Ops with an effect are not run: their outputs are random, by name, and nothing is written. Order is `verify`'s
   business.
@@ -24,7 +24,7 @@ in a table of torch calls.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -33,6 +33,7 @@ import torch
 
 from thunder_fusionfix.effects import Kind, effect_of, short_name
 from thunder_fusionfix.errors import UnsupportedTraceError
+from thunder_fusionfix.losses import CrossEntropy, cross_entropy_of
 from thunder_fusionfix.model import CLEAR, DEL, RETURN, Arg, Const, Graph, Op, Ref, Struct, Value
 from thunder_fusionfix.normal_form import has_effect
 
@@ -192,6 +193,9 @@ def _run_single(op: Op, values: Mapping[str, Value], given: Mapping[str, Any]) -
         kwargs = {name: _argument(arg, given) for name, arg in op.kwargs}
         result = rule(outs[0], *args, **kwargs)
         return {outs[0].name: result if outs[0].dtype is None else result.to(_DTYPES[outs[0].dtype])}
+    loss = cross_entropy_of(op)
+    if loss is not None:
+        return {name: result.to(_DTYPES[values[name].dtype or "f32"]) for name, result in _cross_entropy(loss, given)}
     torch_call = _TORCH.get(op.id)
     if torch_call is not None and len(outs) == 1:
         return {outs[0].name: torch_call(*(_argument(arg, given) for arg in op.args))}
@@ -323,6 +327,25 @@ def _plain(name: str) -> Callable[..., torch.Tensor]:
     return lambda out, *args: getattr(torch, name)(
         *(torch.as_tensor(arg) if i == 0 else arg for i, arg in enumerate(args))
     )
+
+
+def _cross_entropy(loss: CrossEntropy, given: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The outputs of a cross entropy, as `losses` tells what it is."""
+    logits, labels = given[loss.logits], given[loss.target]
+    is_kept = labels != loss.ignore_index
+    classes = torch.where(is_kept, labels.remainder(logits.shape[1]), 0)[:, None]
+    if loss.gradient is None:
+        a_max = logits.amax(1)
+        log_sum_exp = (logits - a_max[:, None]).exp().sum(1).log()
+        losses = a_max + log_sum_exp - logits.gather(1, classes)[:, 0]
+        yield loss.scalar, torch.where(is_kept, losses, 0).sum() / is_kept.sum()
+        yield loss.a_max, a_max
+        yield loss.log_sum_exp, log_sum_exp
+        yield loss.count, is_kept.sum()
+        return
+    softmax = (logits - given[loss.a_max][:, None] - given[loss.log_sum_exp][:, None]).exp()
+    gradient = softmax - torch.zeros_like(softmax).scatter_(1, classes, 1.0)
+    yield loss.gradient, torch.where(is_kept[:, None], gradient, 0) * given[loss.scalar] / given[loss.count]
 
 
 _UNARY = [

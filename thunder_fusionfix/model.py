@@ -87,6 +87,17 @@ def refs(arg: Arg) -> Iterator[str]:
             yield from refs(item)
 
 
+def renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
+    """``arg`` with other names for the values that ``names`` has."""
+    if isinstance(arg, Ref):
+        return Ref(names.get(arg.name, arg.name))
+    if isinstance(arg, tuple):
+        return tuple(renamed(item, names) for item in arg)
+    if isinstance(arg, Struct):
+        return Struct(tuple((key, renamed(item, names)) for key, item in arg.items))
+    return arg
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One named value of a trace.
@@ -274,13 +285,24 @@ class NewOp:
     symbol: str  # a prim: "prims.reshape"
     args: tuple[Arg, ...]  # Refs are names of the trace or outputs of NewOps that come before
     output: str  # a name of the trace that this op gives from now on, or a fresh one: "%0", "%1", ...
+    kwargs: tuple[tuple[str, Arg], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A sub-op of the region that is rebuilt, over other operands: its shapes are what Thunder's meta makes of those."""
+
+    index: int  # into the old region's subops
+    renamed: tuple[tuple[str, str], ...]  # an operand or output -> the name that stands for it from now on
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
     """One region that stands where a region stood: what it computes, in order, and what it gives."""
 
-    body: tuple[int | NewOp, ...]  # an index into the old region's subops, or an op that takes the place of some
+    body: tuple[
+        int | NewOp | Repeat, ...
+    ]  # an index into the old region's subops, or an op that takes the place of some
     outputs: tuple[str, ...]
 
 

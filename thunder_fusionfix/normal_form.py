@@ -10,6 +10,9 @@ because each is brought into a form in which layouts stand nowhere but at the bo
 - sums, pads and concatenations work on some dims and repeat over the others, their *rows*. They are written over
   ``[rows, own dims...]``; a layout of rows moves below them, a layout of own dims stays above;
 - a constant has no layout; an empty tensor has no content;
+- a pad seen only where its source shows is the source;
+- a cross entropy is seen row by row: rows whose label is padded with the ignored one are left out of it, and the
+  ``where`` that gives zeros outside of what such a pad shows is itself a pad (`thunder_fusionfix.losses`);
 - a cast to the same dtype is nothing, and so is a detour through a wider float: bf16 -> f32 -> bf16. The narrow
   detour f32 -> bf16 -> f32 stays. A cast of a pad is a pad of the cast where both dtypes hold the fill exactly.
 
@@ -47,6 +50,7 @@ from typing import NamedTuple
 from thunder_fusionfix.effects import PURE, Copies, Kind, effect_of, short_name
 from thunder_fusionfix.index_map import IndexMap, compose, index_map, made, merged, refine, regrouped, ungrouped
 from thunder_fusionfix.layout import Contiguous, Same, Shape, layout_of, row_major
+from thunder_fusionfix.losses import CrossEntropy, cross_entropy_of
 from thunder_fusionfix.model import CLEAR, DEL, RETURN, Arg, Const, Graph, Op, Ref, Struct, Value, refs
 
 PUSH_LIMIT = 500_000  # pairs (map, expression); 28 layers of Qwen2.5 need 1/20 of it
@@ -186,6 +190,9 @@ class Forms:
             composed = self._composed(map_id, source)
             return [] if composed is None else [(composed, node.children[0])]
         if node.op == "rows":
+            inside = self._inside_pad(map_id, source)
+            if inside is not None:
+                return [(inside, node.children[0])]
             moved = self._moved_rows(map_id, source)
             return [] if moved is None else list(zip(moved.below, node.children))
         return []
@@ -204,6 +211,9 @@ class Forms:
                 return self._pushed[composed, node.children[0]]
             return self._on_top(index, self._flat(source))
         if node.op == "rows":
+            inside = self._inside_pad(map_id, source)
+            if inside is not None:
+                return self._pushed[inside, node.children[0]]
             moved = self._moved_rows(map_id, source)
             if moved is not None:
                 children = tuple(self._pushed[pair] for pair in zip(moved.below, node.children))
@@ -265,6 +275,63 @@ class Forms:
             rows = [(size, step * per_row) for size, step in of_rows]
             below.append(self._map_id(made(refined.starts[0] * per_row, [rows, *own])))
         return _MovedRows(tuple(below), _above_rows(refined.starts, refined.dims, node.shape, num_rows), num_rows)
+
+    def _inside_pad(self, map_id: int, source: int) -> int | None:
+        """The map over a pad's source that does what this one does over the pad; None where it shows any of the fill."""
+        node = self.nodes[source]
+        shape = self.nodes[node.children[0]].shape
+        if not isinstance(node.label, _Pad) or node.shape is None or shape is None:
+            return None
+        refined = refine(self._maps[map_id], node.shape)
+        if refined is None:
+            return None
+        pieces = [piece for dim in refined.dims for piece in dim]
+        starts = list(refined.starts)
+        for dim, (low, _, dilation) in enumerate(node.label.config, start=1):
+            last = starts[dim] + sum((piece.size - 1) * piece.steps[dim] for piece in pieces)
+            if dilation or starts[dim] < low or last >= low + shape[dim]:
+                return None
+            starts[dim] -= low
+        radix = row_major(shape)
+
+        def number(index: Sequence[int]) -> int:
+            return sum(a * b for a, b in zip(index, radix))
+
+        dims = [[(piece.size, number(piece.steps)) for piece in dim] for dim in refined.dims]
+        return self._map_id(made(number(starts), dims))
+
+    def padded(self, expression: int) -> _Padded | None:
+        """``expression`` as a pad of one dim, in whatever shape it is seen; None where it is another expression."""
+        node = self.nodes[expression]
+        is_layout = node.op == "layout" and isinstance(node.label, IndexMap)
+        pad = self.nodes[node.children[0]] if is_layout else node
+        if pad.op != "rows" or not isinstance(pad.label, _Pad) or pad.shape is None or len(pad.shape) != 2:
+            return None
+        ((low, high, dilation),) = pad.label.config
+        index = node.label if is_layout else made(0, [[factor] for factor in zip(pad.shape, row_major(pad.shape))])
+        assert isinstance(index, IndexMap)
+        refined = refine(index, pad.shape)
+        if refined is None or refined.starts[1] or dilation or low < 0 or high < 0:
+            return None
+        pieces = [piece for dim in refined.dims for piece in dim]
+        moving = [at for at, piece in enumerate(pieces) if piece.steps[1]]
+        if len(moving) != 1 or (pieces[moving[0]].size, pieces[moving[0]].steps) != (pad.shape[1], (0, 1)):
+            return None
+        kept = pad.shape[1] - low - high
+        factors = [(piece.size, piece.steps[0] * kept) if not piece.steps[1] else (kept, 1) for piece in pieces]
+        shown = self.rearranged(made(refined.starts[0] * kept, [[factor] for factor in factors]), pad.children[0])
+        return _Padded(tuple(piece.size for piece in pieces), moving[0], low, high, pad.label.fill, shown)
+
+    def shown(self, padded: _Padded, expression: int, own: Shape = ()) -> int:
+        """What is left of ``expression``, [whatever gives `sizes`, own dims...], where ``padded`` shows its source; flat but for own dims."""
+        sizes = (*padded.sizes, *own)
+        steps = row_major(sizes)
+        cut = [*sizes]
+        cut[padded.dim] -= padded.low + padded.high
+        factors = list(zip(cut, steps))
+        rows = len(padded.sizes)
+        dims = [factors[:rows], *([factor] for factor in factors[rows:])]
+        return self.rearranged(made(padded.low * steps[padded.dim], dims), expression)
 
     # ------------------------------------------------ operations
 
@@ -369,6 +436,18 @@ class _Pad:
 
     def __str__(self) -> str:
         return f"pad {self.fill} {self.config}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Padded:
+    """A pad of one dim, in the shape in which its expression shows it."""
+
+    sizes: Shape  # the expression's dims, split so that the padded one stands alone
+    dim: int  # of ``sizes``: the padded one
+    low: int
+    high: int
+    fill: Hashable
+    source: int  # the padded expression; ``sizes`` without the fill
 
 
 def _above_rows(starts: Sequence[int], dims: Sequence[Sequence], shape: Shape, num_rows: int) -> IndexMap:
@@ -526,6 +605,9 @@ class _Evaluation:
 
     def apply(self, op: Op, env: dict[str, int]) -> None:
         """The outputs of a pure op without sub-ops."""
+        loss = cross_entropy_of(op)
+        if loss is not None and self.cross_entropy(loss, env):
+            return
         if len(op.outputs) == 1:
             out = self.graph.values.get(op.outputs[0])
             if out is not None and out.shape is not None and out.kind == "tensor":
@@ -583,6 +665,8 @@ class _Evaluation:
             return self.full(op, out)
         if name == "cat":
             return self.cat(op, env, out)
+        if name == "where":
+            return self.where(op, env, out)
         first = op.args[0] if op.args else None
         source = env.get(first.name) if isinstance(first, Ref) else None
         value = self.graph.values.get(first.name) if isinstance(first, Ref) else None
@@ -638,6 +722,61 @@ class _Evaluation:
             return None
         return self.forms.rows("cat", sources, ((dim,),), out)
 
+    def where(self, op: Op, env: Mapping[str, int], out: Value) -> int | None:
+        """``where(pad(True, False), a, 0)`` is a pad by 0 of what is left of ``a``; None for any other."""
+        if len(op.args) != 3 or not (isinstance(op.args[0], Ref) and isinstance(op.args[1], Ref)) or out.shape is None:
+            return None
+        condition, source, other = env[op.args[0].name], env[op.args[1].name], op.args[2]
+        mask = self.forms.padded(condition)
+        if mask is None or isinstance(other, Ref) or other != 0 or self.forms.nodes[source].shape != out.shape:
+            return None
+        inner = self.forms.nodes[mask.source]
+        is_mask = (inner.op, inner.label, mask.fill) == ("full", _number(True, "b8"), _number(False, "b8"))
+        if not is_mask or self.forms.nodes[condition].shape != out.shape:
+            return None
+        cut = list(mask.sizes)
+        cut[mask.dim] -= mask.low + mask.high
+        left = self.forms.rearranged(_reshaped(tuple(cut)), self.forms.shown(mask, source))
+        label = _Pad(_number(other, out.dtype), ((mask.low, mask.high, 0),))
+        padded = self.forms.rows(label, [left], ((mask.dim,),), Value(out.name, mask.sizes, out.dtype))
+        return self.forms.rearranged(_reshaped(out.shape), padded)
+
+    def cross_entropy(self, loss: CrossEntropy, env: dict[str, int]) -> bool:
+        """Gives the outputs of a cross entropy their expressions; False where its shapes are not those of one."""
+        logits, target = env[loss.logits], env[loss.target]
+        shape, rows = self.forms.nodes[logits].shape, self.forms.nodes[target].shape
+        if shape is None or len(shape) != 2 or rows != shape[:1]:
+            return False
+        if loss.gradient is not None:
+            return self.cross_entropy_gradient(loss, env, shape)
+        for name, what in ((loss.a_max, "row maximum"), (loss.log_sum_exp, "row log_sum_exp")):
+            env[name] = self.forms.rows((what, "nv_cross_entropy"), [logits], ((1,),), self.graph.values[name])
+        ignored = self.forms.padded(target)
+        if ignored is not None and ignored.fill == _number(loss.ignore_index, self.forms.nodes[target].dtype):
+            logits = self.forms.shown(ignored, logits, shape[1:])
+            target = self.forms.rearranged(
+                _reshaped((prod(self.forms.nodes[ignored.source].shape or ()),)), ignored.source
+            )
+        self.bind(env, loss.scalar, "apply", ("nv_cross_entropy loss", loss.ignore_index), (logits, target))
+        self.bind(env, loss.count, "apply", ("nv_cross_entropy count", loss.ignore_index), (target,))
+        return True
+
+    def cross_entropy_gradient(self, loss: CrossEntropy, env: dict[str, int], shape: Shape) -> bool:
+        """Each element of the gradient comes from its logit, its class, and from what belongs to its row or to all rows."""
+        assert loss.gradient is not None
+        of_rows = [env[name] for name in (loss.target, loss.a_max, loss.log_sum_exp)]
+        of_all = [env[name] for name in (loss.scalar, loss.count)]
+        shapes = [self.forms.nodes[part].shape for part in (*of_rows, *of_all)]
+        if shapes != [shape[:1]] * 3 + [()] * 2:
+            return False
+        rows, classes = shape
+        iota = self.forms.node("apply", ("iota", "nv_cross_entropy"), (), (classes,), "i64")
+        children = [env[loss.logits], self.forms.rearranged(made(0, [[(rows, 0)], [(classes, 1)]]), iota)]
+        children += [self.forms.rearranged(made(0, [[(rows, 1)], [(classes, 0)]]), part) for part in of_rows]
+        children += [self.forms.rearranged(made(0, [[(rows, 0)], [(classes, 0)]]), part) for part in of_all]
+        self.bind(env, loss.gradient, "pointwise", ("nv_cross_entropy gradient", loss.ignore_index), tuple(children))
+        return True
+
     def pad(self, op: Op, source: int, value: Value, out: Value) -> int | None:
         shape = value.shape or ()
         read = _pad_arguments(op, len(shape))
@@ -662,6 +801,11 @@ class _Evaluation:
             return None
         options = tuple((key, _literal(arg)) for key, arg in sorted(op.kwargs, key=lambda item: item[0]))
         return self.forms.rows((name, options), [source], (own,), out)
+
+
+def _reshaped(shape: Shape) -> IndexMap:
+    """The map that gives elements in row-major order this shape."""
+    return made(0, [[factor] for factor in zip(shape, row_major(shape))])
 
 
 def _without(shape: Shape, dim: int) -> Shape:

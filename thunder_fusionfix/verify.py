@@ -58,6 +58,7 @@ class Allow:
     may_split_regions: bool = False  # the ops of regions are dealt to regions in another way
     may_clone: frozenset[str] = frozenset()  # names of values that cheap pure ops compute once more than before
     may_replace: tuple[tuple[str, str], ...] = ()  # pairs (id before, id after) of ops that compute the same
+    may_add: frozenset[str] = frozenset()  # short names of pure ops that may stand there more often than before
     may_keep_longer: bool = False  # a value stays bound beyond its last use
     may_repeat_work: bool = False  # what `may_clone` names may be computed by any pure ops, not by cheap ones alone
 
@@ -353,7 +354,7 @@ def _changes_ops(pair: Pair) -> Iterator[Fault]:
     old, new = _grouped(before, key, pair.new_id), _grouped(after, key, pair.new_id)
     for name in new:
         num_more = len(new[name]) - len(old.get(name, ()))
-        clones = [name in old and _is_admitted_clone(op, allow) for _, op in new[name]]
+        clones = [_is_admitted_new(op, allow) or (name in old and _is_admitted_clone(op, allow)) for _, op in new[name]]
         others = [placed for placed, is_clone in zip(new[name], clones) if not is_clone]
         others.sort(key=lambda placed: any(output in pair.before.values for output in placed[1].outputs))
         for pos, op in others[: max(0, num_more - sum(clones))]:
@@ -365,7 +366,7 @@ def _changes_ops(pair: Pair) -> Iterator[Fault]:
             yield Fault(pos, f"{_line(op, pair.new_id)} is gone", op.outputs, in_before=True)
     if not allow.may_reorder:
         yield from _first_difference(
-            list(_in_place(pair.before)), list(_in_place(pair.after)), lambda op: _place(op, pair.new_id)
+            list(_in_place(pair.before, allow)), list(_in_place(pair.after, allow)), lambda op: _place(op, pair.new_id)
         )
 
 
@@ -391,10 +392,11 @@ def _needed_subops(region: Op) -> list[Op]:
     return kept[::-1]
 
 
-def _in_place(graph: Graph) -> Iterator[Placed]:
+def _in_place(graph: Graph, allow: Allow) -> Iterator[Placed]:
     """The ops that keep their order where only regions change."""
     for pos, op in enumerate(graph.ops):
-        if op.id not in _STATEMENTS and not op.is_fusion and not _is_plumbing(op):
+        is_statement = op.id in _STATEMENTS or op.is_fusion
+        if not is_statement and not _is_plumbing(op) and not _is_admitted_new(op, allow):
             yield pos, op
 
 
@@ -422,6 +424,10 @@ def _is_admitted_clone(op: Op, allow: Allow) -> bool:
     effects = [effect_of(leaf) for leaf in op.leaves]
     may = all(effect.is_pure and (effect.cheap or allow.may_repeat_work) for effect in effects)
     return may and bool(op.outputs) and set(op.outputs) <= allow.may_clone
+
+
+def _is_admitted_new(op: Op, allow: Allow) -> bool:
+    return short_name(op.id) in allow.may_add and not has_effect(op)
 
 
 def _place(op: Op, new_id: Mapping[str, str]) -> str:
