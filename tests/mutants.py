@@ -19,6 +19,7 @@ NOTHING = Allow()
 REORDER = Allow(may_reorder=True)
 REWRITE = Allow(may_rewrite_regions=True)
 SPLIT = Allow(may_split_regions=True)
+MASK = Allow(may_rewrite_regions=True, may_add=frozenset({"full", "where"}))
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,144 @@ LOSS_BACKWARD_FIXED = edited(
 """
 )
 
+# A loss over sequences of six that drops the last row of each, and the same with all rows, two of them ignored.
+CUT_ROWS_FORWARD = """
+def computation(logits, labels):
+  # logits: "cuda:0 bf16[2, 6, 500]"
+  # labels: "cuda:0 i64[2, 6]"
+  [t48, t51, t49, t50] = nvFusion0(logits, labels)
+    # t39 = prims.convert_element_type(logits, dtypes.float32)  # t39: "cuda:0 f32[2, 6, 500]"
+    # t42 = prims.slice_prim(t39, [0, 0, 0], [2, 5, 500], [1, 1, 1])  # t42: "cuda:0 f32[2, 5, 500]"
+    # t45 = prims.reshape(t42, (10, 500))  # t45: "cuda:0 f32[10, 500]"
+    # t3 = prims.slice_prim(labels, [0, 1], [2, 6], [1, 1])  # t3: "cuda:0 i64[2, 5]"
+    # t4 = prims.reshape(t3, (10,))  # t4: "cuda:0 i64[10]"
+    # (t48, t51, t49, t50) = thunder.executors.nvfuserex_impl.nv_cross_entropy_fwd(t45, t4, None, None, -100, None, 'mean', 0.0)
+  return {'output': (t48,), 'flat_args': [logits, labels], 'flat_output': (t48,)}, ((logits, labels, t51, t49, t50), ())
+"""
+
+IGNORED_ROWS_FORWARD = """
+def computation(logits, labels):
+  # logits: "cuda:0 bf16[2, 6, 500]"
+  # labels: "cuda:0 i64[2, 6]"
+  t54 = torch_slice_prim_impl(labels, (0, 1), (2, 6), (1, 1))  # t54: "cuda:0 i64[2, 5]"
+  t56 = torch_prims_reshape_impl(logits, (12, 500))  # t56: "cuda:0 bf16[12, 500]"
+  t58 = torch_pad_prim_impl(t54, -100, ((0, 0, 0), (0, 1, 0)))  # t58: "cuda:0 i64[2, 6]"
+  del t54
+  t60 = torch_prims_reshape_impl(t58, (12,))  # t60: "cuda:0 i64[12]"
+  del t58
+  [t48, t66, t64, t50] = nvFusion0(t56, t60)
+    # t62 = prims.convert_element_type(t56, dtypes.float32)  # t62: "cuda:0 f32[12, 500]"
+    # (t48, t66, t64, t50) = thunder.executors.nvfuserex_impl.nv_cross_entropy_fwd(t62, t60, None, None, -100, None, 'mean', 0.0)
+  del t56, t60
+  t67 = torch_prims_reshape_impl(t66, (2, 6))  # t67: "cuda:0 f32[2, 6]"
+  del t66
+  t69 = torch_slice_prim_impl(t67, (0, 0), (2, 5), (1, 1))  # t69: "cuda:0 f32[2, 5]"
+  del t67
+  t51 = torch_prims_reshape_impl(t69, (10,))  # t51: "cuda:0 f32[10]"
+  del t69
+  t73 = torch_prims_reshape_impl(t64, (2, 6))  # t73: "cuda:0 f32[2, 6]"
+  del t64
+  t75 = torch_slice_prim_impl(t73, (0, 0), (2, 5), (1, 1))  # t75: "cuda:0 f32[2, 5]"
+  del t73
+  t49 = torch_prims_reshape_impl(t75, (10,))  # t49: "cuda:0 f32[10]"
+  del t75
+  return {'output': (t48,), 'flat_args': [logits, labels], 'flat_output': (t48,)}, ((logits, labels, t51, t49, t50), ())
+"""
+
+CUT_ROWS_BACKWARD = """
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t52, = cotangents
+  # t52: "cuda:0 f32[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  logits, labels, t51, t49, t50, = C0
+  # logits: "cuda:0 bf16[2, 6, 500]"
+  # labels: "cuda:0 i64[2, 6]"
+  # t51: "cuda:0 f32[10]"
+  # t49: "cuda:0 f32[10]"
+  # t50: "cuda:0 f32[]"
+  clear_mutable_collection(C0)
+  del C0
+  [t41] = nvFusion1(logits, labels, t52, t51, t49, t50)
+    # t39 = prims.convert_element_type(logits, dtypes.float32)  # t39: "cuda:0 f32[2, 6, 500]"
+    # t3 = prims.slice_prim(labels, [0, 1], [2, 6], [1, 1])  # t3: "cuda:0 i64[2, 5]"
+    # t42 = prims.slice_prim(t39, [0, 0, 0], [2, 5, 500], [1, 1, 1])  # t42: "cuda:0 f32[2, 5, 500]"
+    # t4 = prims.reshape(t3, (10,))  # t4: "cuda:0 i64[10]"
+    # t45 = prims.reshape(t42, (10, 500))  # t45: "cuda:0 f32[10, 500]"
+    # t53 = thunder.executors.nvfuserex_impl.nv_cross_entropy_bwd(t52, t45, target=t4, a_max=t51, max_log_sum_exp=t49, valid_indices=t50, ignore_index=-100, label_smoothing=0.0)  # t53: "cuda:0 f32[10, 500]"
+    # t47 = prims.reshape(t53, (2, 5, 500))  # t47: "cuda:0 f32[2, 5, 500]"
+    # t44 = prims.pad(t47, 0.0, ((0, 0, 0), (0, 1, 0), (0, 0, 0)))  # t44: "cuda:0 f32[2, 6, 500]"
+    # t41 = prims.convert_element_type(t44, dtypes.bfloat16)  # t41: "cuda:0 bf16[2, 6, 500]"
+  del logits, labels, t52, t51, t49, t50
+  return (t41, None)
+"""
+
+IGNORED_ROWS_BACKWARD = """
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  C0, C1, = saved_for_backward
+  # C0: "Collection"
+  # C1: "Collection"
+  clear_mutable_collection(saved_for_backward)
+  clear_mutable_collection(C1)
+  del C1, saved_for_backward
+  t52, = cotangents
+  # t52: "cuda:0 f32[]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  logits, labels, t51, t49, t50, = C0
+  # logits: "cuda:0 bf16[2, 6, 500]"
+  # labels: "cuda:0 i64[2, 6]"
+  # t51: "cuda:0 f32[10]"
+  # t49: "cuda:0 f32[10]"
+  # t50: "cuda:0 f32[]"
+  clear_mutable_collection(C0)
+  del C0
+  t54 = torch_slice_prim_impl(labels, (0, 1), (2, 6), (1, 1))  # t54: "cuda:0 i64[2, 5]"
+  del labels
+  t56 = torch_pad_prim_impl(t54, -100, ((0, 0, 0), (0, 1, 0)))  # t56: "cuda:0 i64[2, 6]"
+  del t54
+  t58 = torch_prims_reshape_impl(t56, (12,))  # t58: "cuda:0 i64[12]"
+  del t56
+  t60 = torch_prims_reshape_impl(t51, (2, 5))  # t60: "cuda:0 f32[2, 5]"
+  del t51
+  t62 = torch_pad_prim_impl(t60, 0.0, ((0, 0, 0), (0, 1, 0)))  # t62: "cuda:0 f32[2, 6]"
+  del t60
+  t64 = torch_prims_reshape_impl(t62, (12,))  # t64: "cuda:0 f32[12]"
+  del t62
+  t66 = torch_prims_reshape_impl(t49, (2, 5))  # t66: "cuda:0 f32[2, 5]"
+  del t49
+  t68 = torch_pad_prim_impl(t66, 0.0, ((0, 0, 0), (0, 1, 0)))  # t68: "cuda:0 f32[2, 6]"
+  del t66
+  t70 = torch_prims_reshape_impl(t68, (12,))  # t70: "cuda:0 f32[12]"
+  del t68
+  t72 = torch.full((2, 5), True, device=torch.device("cuda:0"), dtype=torch.bool)  # t72: "cuda:0 b8[2, 5]"
+    # t72 = prims.full((2, 5), True, device=devices.Device("cuda:0"), dtype=dtypes.bool8)  # t72: "cuda:0 b8[2, 5]"
+  t74 = torch_pad_prim_impl(t72, False, ((0, 0, 0), (0, 1, 0)))  # t74: "cuda:0 b8[2, 6]"
+  del t72
+  t76 = torch_prims_reshape_impl(t74, (12,))  # t76: "cuda:0 b8[12]"
+  del t74
+  [t41] = nvFusion1(logits, t52, t50, t64, t70, t58, t76)
+    # t78 = prims.convert_element_type(logits, dtypes.float32)  # t78: "cuda:0 f32[2, 6, 500]"
+    # t79 = prims.reshape(t78, (12, 500))  # t79: "cuda:0 f32[12, 500]"
+    # t80 = thunder.executors.nvfuserex_impl.nv_cross_entropy_bwd(t52, t79, target=t58, a_max=t64, max_log_sum_exp=t70, valid_indices=t50, ignore_index=-100, label_smoothing=0.0)  # t80: "cuda:0 f32[12, 500]"
+    # t81 = prims.broadcast_in_dim(t76, (12, 500), (0,))  # t81: "cuda:0 b8[12, 500]"
+    # t82 = prims.where(t81, t80, 0.0)  # t82: "cuda:0 f32[12, 500]"
+    # t44 = prims.reshape(t82, (2, 6, 500))  # t44: "cuda:0 f32[2, 6, 500]"
+    # t41 = prims.convert_element_type(t44, dtypes.bfloat16)  # t41: "cuda:0 bf16[2, 6, 500]"
+  del logits, t52, t50, t64, t70, t58, t76
+  return (t41, None)
+"""
+
 # Two regions and a product between them; small, so that it can be run.
 SMALL = """
 def computation(x, w):
@@ -270,6 +409,8 @@ LEGAL: tuple[Pair, ...] = (
     Pair("nothing", SMALL, SMALL),
     Pair("loss forward: slice and reshape hoisted past the cast", LOSS_FORWARD, LOSS_FORWARD_FIXED, REWRITE),
     Pair("loss backward: reshape sunk past a pad and a cast", LOSS_BACKWARD, LOSS_BACKWARD_FIXED, REWRITE),
+    Pair("loss forward: cut rows are ignored by their label", CUT_ROWS_FORWARD, IGNORED_ROWS_FORWARD, MASK),
+    Pair("loss backward: cut rows are ignored by their label", CUT_ROWS_BACKWARD, IGNORED_ROWS_BACKWARD, MASK),
     Pair(
         "reordered: an op goes below another that it does not need",
         WRITES,
@@ -623,6 +764,34 @@ BROKEN: tuple[Mutant, ...] = (
     _wrong_value("a replacement that takes other values", SMALL, edited(SMALL, ("torch.matmul(t1, t2)", "fusionfix_matmul(t1, w)")),
                  Allow(may_rewrite_regions=True, may_replace=(("torch.matmul", "fusionfix_matmul"),))),
     _wrong_value("an effect takes another value", EFFECTS, edited(EFFECTS, ("prim_impl(t2, 'sum'", "prim_impl(t1, 'sum'"))),
+    # ---- cut rows
+    *(
+        Mutant(f"cut rows, forward: {what}", CUT_ROWS_FORWARD, edited(IGNORED_ROWS_FORWARD, change), MASK, "same-values")
+        for what, change in (
+            ("their label is a class", ("(t54, -100,", "(t54, 0,")),
+            ("the first label is ignored", ("(t54, -100, ((0, 0, 0), (0, 1, 0)))", "(t54, -100, ((0, 0, 0), (1, 0, 0)))")),
+            ("the maxima are those of the rows after", ("(t67, (0, 0), (2, 5),", "(t67, (0, 1), (2, 6),")),
+            ("the log-sum-exps are the maxima", ("(t48, t66, t64, t50) = thunder", "(t48, t64, t66, t50) = thunder")),
+            ("another label is ignored", ("None, None, -100, None", "None, None, -1, None")),
+        )
+    ),
+    *(
+        Mutant(f"cut rows, backward: {what}", CUT_ROWS_BACKWARD, edited(IGNORED_ROWS_BACKWARD, *changes), MASK, "same-values")
+        for what, *changes in (
+            ("their label is a class and no mask", ("(t54, -100,", "(t54, 0,"), ("(t72, False,", "(t72, True,")),
+            ("the gradients of the others are dropped", ("prims.full((2, 5), True,", "prims.full((2, 5), False,")),
+            ("the first row is masked", ("(t72, False, ((0, 0, 0), (0, 1, 0)))", "(t72, False, ((0, 0, 0), (1, 0, 0)))")),
+            ("their gradient is one", ("(t81, t80, 0.0)", "(t81, t80, 1.0)")),
+            ("the maxima are those of the rows before", ("(t60, 0.0, ((0, 0, 0), (0, 1, 0)))", "(t60, 0.0, ((0, 0, 0), (1, 0, 0)))")),
+        )
+    ),
+    Mutant(
+        "cut rows: an op that nothing admits is new",
+        CUT_ROWS_BACKWARD,
+        edited(IGNORED_ROWS_BACKWARD, ("  [t41] = ", '  t90 = torch.exp(t52)  # t90: "cuda:0 f32[]"\n  del t90\n  [t41] = ')),
+        MASK,
+        "same-ops",
+    ),
 )  # fmt: skip
 
 

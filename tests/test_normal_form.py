@@ -83,11 +83,13 @@ class Program:
         return self.emit("prims.convert_element_type", (Ref(source), Const(f"dtypes.{NAMES[kind]}")), value.shape, kind)
 
     def other(self, source: str) -> str:
-        """A sum, maximum, pad, concatenation or addition."""
+        """A sum, maximum, pad, mask, concatenation or addition."""
         value, rng = self.values[source], self.rng
         assert value.shape is not None and value.dtype is not None
         shape, rank = value.shape, len(value.shape)
-        kind = rng.choice(("sum", "amax", "pad", "pad", "cat", "add", "add", "full"))
+        kind = rng.choice(("sum", "amax", "pad", "pad", "cat", "add", "add", "full", "masked"))
+        if kind == "masked" and any(size > 1 for size in shape):
+            return self.masked(source, rng.choice([dim for dim in range(rank) if shape[dim] > 1]))
         if kind in ("sum", "amax") and rank:
             dims = tuple(sorted(rng.sample(range(rank), rng.randint(1, rank))))
             new = tuple(size for dim, size in enumerate(shape) if dim not in dims)
@@ -110,6 +112,18 @@ class Program:
             return self.emit("prims.full", args, shape, value.dtype)
         return self.emit("prims.add", (Ref(source), Ref(partner)), shape, value.dtype)
 
+    def masked(self, source: str, dim: int) -> str:
+        """``source`` with zeros, or nearly, outside of what a padded mask of that dim shows."""
+        value, rng = self.values[source], self.rng
+        assert value.shape is not None and value.dtype is not None
+        low, high = rng.choice(((0, 1), (1, 0)))
+        inner = tuple(size - (at == dim) for at, size in enumerate(value.shape))
+        config = tuple((low, high, 0) if at == dim else (0, 0, 0) for at in range(len(inner)))
+        mask = self.emit("prims.full", (inner, rng.choice((True, True, False))), inner, "b8")
+        mask = self.emit("prims.pad", (Ref(mask), rng.choice((False, False, True)), config), value.shape, "b8")
+        other = rng.choice((0.0, 0.0, 0.5))
+        return self.emit("prims.where", (Ref(mask), Ref(source), other), value.shape, value.dtype)
+
 
 def factorings(numel: int) -> list[tuple[int, ...]]:
     """Shapes of up to three dims with ``numel`` elements."""
@@ -123,7 +137,9 @@ def random_program(rng: random.Random, num_ops: int) -> Graph:
     program = Program(rng)
     leaves = tuple(program.leaf((2, 3)) for _ in range(2))
     for _ in range(num_ops):
-        source = rng.choice([name for name, value in program.values.items() if (value.numel or 0) <= 24])
+        source = rng.choice(
+            [name for name, value in program.values.items() if (value.numel or 0) <= 24 and value.dtype != "b8"]
+        )
         rng.choice((program.layout, program.layout, program.pointwise, program.other))(source)
     return program.graph(leaves)
 
@@ -145,6 +161,32 @@ def test_equal_forms_mean_equal_values() -> None:
             num_coincidences += other != name
             assert bits(found[other]) == bits(tensor), f"{other} and {name} of {graph.ops}"
     assert num_coincidences > 800
+
+
+def test_mask_of_a_pad_is_the_pad_of_what_it_shows() -> None:
+    """``where(pad(True, False), x, 0)`` is ``pad(slice(x), 0)``, in whatever shape the mask is seen; bit for bit."""
+    rng = random.Random(3)
+    for _ in range(60):
+        program = Program(rng)
+        shape = tuple(rng.choice(((2, 3, 2), (4, 3), (3, 2, 1), (5,))))
+        dim, (low, high) = rng.randrange(len(shape)), rng.choice(((0, 1), (1, 0)))
+        dim = dim if shape[dim] > 1 else 0
+        inner = tuple(size - (at == dim) for at, size in enumerate(shape))
+        config = tuple((low, high, 0) if at == dim else (0, 0, 0) for at in range(len(shape)))
+        x, flat = program.leaf(shape), ((12 if shape == (2, 3, 2) or shape == (4, 3) else 6 if len(shape) == 3 else 5),)
+        starts = tuple(low if at == dim else 0 for at in range(len(shape)))
+        ends = tuple(start + size for start, size in zip(starts, inner))
+        cut = program.emit("prims.slice_prim", (Ref(x), starts, ends, (1,) * len(shape)), inner, "f32")
+        padded = program.emit("prims.pad", (Ref(cut), 0.0, config), shape, "f32")
+        mask = program.emit("prims.full", (inner, True), inner, "b8")
+        mask = program.emit("prims.pad", (Ref(mask), False, config), shape, "b8")
+        mask = program.emit("prims.reshape", (Ref(mask), flat), flat, "b8")
+        seen = program.emit("prims.reshape", (Ref(x), flat), flat, "f32")
+        masked = program.emit("prims.where", (Ref(mask), Ref(seen), 0.0), flat, "f32")
+        masked = program.emit("prims.reshape", (Ref(masked), shape), shape, "f32")
+        form, found = Forms().of(program.graph((x,))), run_graph(program.graph((x,)))
+        assert bits(found[padded]) == bits(found[masked])
+        assert form.values[padded] == form.values[masked]
 
 
 def test_fewer_pushes_mean_fewer_equal_forms_but_no_wrong_ones() -> None:
