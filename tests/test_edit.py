@@ -13,7 +13,7 @@ from thunder.core.transform_common import Transform
 
 from thunder_fusionfix.edit import apply_plan
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.model import CLEAR, DEL, Const, Graph, NewOp, Part, Placed, Plan, Ref, RegionEdit
+from thunder_fusionfix.model import CLEAR, DEL, Const, Graph, NewOp, Part, Placed, Plan, Ref, RegionEdit, Repeat
 from thunder_fusionfix.read import read
 from thunder_fusionfix.verify import Allow, check_graph, verify
 
@@ -270,3 +270,66 @@ def test_plan_that_thunder_cannot_carry_out_is_refused(op, message):
     hook = Edit(replacing(op))
     with nvfuser_on_cpu(), pytest.raises(UnsupportedTraceError, match=message):
         thunder.jit(chain, executors=("nvfuser",), transforms=[hook])(torch.randn(3, 4))
+
+
+# ---------------------------------------------------------------- ops repeated over other operands
+
+
+def exponential(x):
+    return torch.exp(x)
+
+
+def padded_first(graph: Graph) -> Plan:
+    """``exp`` of ``x`` over two rows more, which a slice takes off again after the region."""
+    pos = next(pos for pos, op in enumerate(graph.ops) if op.is_fusion)
+    (subop,) = graph.ops[pos].subops
+    (output,) = subop.outputs
+    body = (Repeat(0, (("x", "%0"), (output, "%1"))),)
+    return Plan(
+        (RegionEdit(pos, (Part(body, ("%1",)),)),),
+        (
+            Placed(pos, NewOp("prims.pad", (Ref("x"), 0.5, ((0, 2, 0), (0, 0, 0))), "%0")),
+            Placed(pos + 1, NewOp("prims.slice_prim", (Ref("%1"), (0, 0), (3, 4), (1, 1)), output)),
+        ),
+    )
+
+
+def test_repeated_op_has_the_shapes_of_its_new_operands():
+    """Thunder's own meta makes the outputs; the value outside has the name and the numbers that it had."""
+    hook = edited(exponential, [torch.randn(3, 4)], padded_first)
+    graph = read(hook.made)
+    (region,) = (op for op in graph.ops if op.is_fusion)
+    assert [graph.values[name].shape for name in (*region.inputs, *region.outputs)] == [(5, 4), (5, 4)]
+    assert graph.result == read(hook.given).result
+
+
+def test_repeated_op_must_fit_a_name_that_the_trace_knows():
+    """An output that keeps its name keeps its shape, or the edit is refused."""
+
+    def plan_of(graph):
+        plan = padded_first(graph)
+        (edit,), (pad, _) = plan.regions, plan.placed
+        (output,) = graph.ops[edit.pos].outputs
+        return Plan((RegionEdit(edit.pos, (Part((Repeat(0, (("x", "%0"),)),), (output,)),)),), (pad,))
+
+    with nvfuser_on_cpu(), pytest.raises(UnsupportedTraceError, match=r"exp for \w+ gives \(\(5, 4\)"):
+        thunder.jit(exponential, executors=("nvfuser",), transforms=[Edit(plan_of)])(torch.randn(3, 4))
+
+
+def test_new_op_takes_keyword_arguments():
+    """Devices and dtypes are told as a trace prints them."""
+
+    def plan_of(graph):
+        pos = next(pos for pos, op in enumerate(graph.ops) if op.is_fusion)
+        options = (("device", Const('devices.Device("cpu")')), ("dtype", Const("dtypes.float32")))
+        (output,) = graph.ops[pos].outputs
+        return Plan(
+            (RegionEdit(pos, ()),),
+            (Placed(pos, NewOp("prims.full", ((3, 4), 1.0), output, options)),),
+        )
+
+    def fn(x):
+        return torch.exp(x) ** 0.0
+
+    hook = edited(fn, [torch.randn(3, 4)], plan_of)
+    assert [op.id for op in read(hook.made).ops if op.outputs] == ["torch.full"]

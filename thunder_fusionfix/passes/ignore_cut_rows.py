@@ -200,7 +200,7 @@ class _Rewrite:
             if name in self.outputs:
                 self.outputs[self.outputs.index(name)] = full[name]
                 self.cut_again(full[name], name, cut)
-        self.decide(*self.told(loss, source, cut, "read"))
+        self.decide(*self.told(loss, source, cut, "all logits as rows are a view; without these rows they are a copy"))
 
     def rewrite_backward(self, index: int, loss: CrossEntropy, source: str, casts: Sequence[Arg], cut: Cut) -> None:
         assert loss.gradient is not None
@@ -222,7 +222,7 @@ class _Rewrite:
         output = self.op.subops[pad].outputs[0]
         ops.append(NewOp("prims.reshape", (Ref(current), self.shape(output)), output))
         self.items[pad] = ops
-        self.decide(*self.told(loss, source, cut, "written"))
+        self.decide(*self.told(loss, source, cut, "the gradient is written once, for all rows: no pad of it"))
 
     # ------------------------------------------------ what is there
 
@@ -401,11 +401,11 @@ class _Rewrite:
         aliases = self.facts.aliases
         return name in aliases.storage_of and aliases.is_written(name)
 
-    def told(self, loss: CrossEntropy, source: str, cut: Cut, how: str) -> tuple[str, str, bool, int]:
+    def told(self, loss: CrossEntropy, source: str, cut: Cut, why: str) -> tuple[str, str, bool, int]:
         nbytes = prod(self.shape(loss.logits)) * (self.facts.graph.values[source].itemsize or 0)
         lost = cut.rows - cut.rows // cut.dims[cut.dim] * cut.kept
-        what = f"{lost} rows of {source} that were cut off before the loss are ignored by their label instead"
-        return what, f"all rows are {how} where they lie: no copy without these, no pad", True, nbytes
+        rows = "1 row" if lost == 1 else f"{lost} rows"
+        return f"{rows} of {source}, cut off before the loss, ignored by label instead", why, True, nbytes
 
     def decide(self, what: str, reason: str, applied: bool, won: int = 0) -> None:
         self.decisions.append(Decision(NAME, self.pos, self.op.id, what, reason, applied, won))
