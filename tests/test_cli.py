@@ -226,6 +226,20 @@ def test_doctor_says_that_everything_fits(capsys):
     assert all(check["name"] in printed for check in json.loads(capsys.readouterr().out)["checks"])
 
 
+def test_doctor_says_why_thunder_cannot_be_imported(tmp_path):
+    """A Thunder that does not import is a diagnosis, not a failure of the doctor; other verbs send there."""
+    (tmp_path / "thunder").mkdir()
+    (tmp_path / "thunder" / "__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open')\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from thunder_fusionfix.cli import main; "
+    code += f"print(main(['doctor']), main(['capture', *{LOSS}, '--out', {str(tmp_path / 'loss.json')!r}]))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert re.search(r"NO +importing Thunder +ImportError: libcuda.so.1: cannot open", done.stdout)
+    assert done.stdout.endswith("1 1\n")
+    assert re.fullmatch(
+        r"error: ImportError: libcuda.so.1: cannot open \(`fusionfix doctor` looks at .*\)\n", done.stderr
+    )
+
+
 def test_doctor_fails_where_a_version_was_not_tested(monkeypatch, capsys):
     """An untested version is named, with exit code 1."""
     from thunder_fusionfix import _thunder

@@ -70,7 +70,7 @@ def apply_to_graph(graph: Graph, plan: Plan) -> Graph:
         regions = _regions_of(op, parts[pos], numbers)
         made += [subop for region in regions for subop in region.subops]
         ops += regions
-    new_names = {name for op in made for name in op.outputs if name not in graph.values}
+    new_names = dict.fromkeys(name for op in made for name in op.outputs if name not in graph.values)
     values = dict(graph.values)
     if new_names:
         values, _ = fill(made, {**graph.values, **{name: Value(name) for name in new_names}})

@@ -204,7 +204,7 @@ def fix_verb(
         fixed = fix_target(target, trace, tell)
     blocks = [
         *comparison(name, fixed.programs),
-        *(block for title, report in fixed.peak_first for block in report_blocks(report, title)),
+        *(block for title, report in fixed.peak_first for block in report_blocks(report, f"{title} alone")),
         *([] if fixed.reports else [Line("no trace has fusion regions: nothing to fix")]),
         *note_blocks(fixed.notes),
     ]
@@ -232,7 +232,9 @@ def doctor_verb(as_json: AsJson = False) -> None:
     """Which versions are installed, whether they fit together, and which options cost memory."""
     from thunder_fusionfix.doctor import diagnose, diagnosis_blocks
 
-    diagnosis = diagnose()
+    with progress() as tell:
+        tell("importing torch and Thunder")
+        diagnosis = diagnose()
     emit(diagnosis_blocks(diagnosis), [diagnosis.to_dict()], as_json=as_json, as_markdown=False)
     raise typer.Exit(FINE if diagnosis.fits else FAILED)
 
@@ -320,6 +322,7 @@ def capture_blocks(captured: Capture, overview: Overview, files: Sequence[Path])
         Line(overview.sentence()),
         Table(("Thunder function", "fusions forward", "backward", "compile s"), tuple(rows), right=(1, 2, 3)),
         Line(f"saved: {', '.join(map(str, files))}"),
+        Line(f"next: fusionfix explain {files[0]}, fusionfix fix {files[0]}"),
         *note_blocks(captured.notes),
     ]
 
@@ -385,7 +388,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if "FUSIONFIX_DEBUG" in os.environ:
             raise
         words = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-        print(f"error: {words} (FUSIONFIX_DEBUG=1 shows where)", file=sys.stderr)
+        hint = "`fusionfix doctor` looks at what is installed; " if isinstance(error, ImportError) else ""
+        print(f"error: {words} ({hint}FUSIONFIX_DEBUG=1 shows where)", file=sys.stderr)
         return FAILED
 
 

@@ -65,7 +65,15 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Looks at what is installed here."""
-    return Diagnosis((*_versions(), _transformers(), _gpu(), _mend(), _registered()), COSTLY_OPTIONS)
+    try:
+        import thunder  # noqa: F401  (with torch; ours that follows mends it)
+    except Exception as error:  # noqa: BLE001 -- whatever it is, it is the diagnosis
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        failure = Check(
+            "importing Thunder", words, False, "nothing here can run; the line below installs what was tested"
+        )
+        return Diagnosis((_python(), failure, _transformers()), COSTLY_OPTIONS)
+    return Diagnosis((_python(), *_versions(), _transformers(), _gpu(), _mend(), _registered()), COSTLY_OPTIONS)
 
 
 def diagnosis_blocks(diagnosis: Diagnosis) -> list[Block]:
@@ -82,12 +90,16 @@ def diagnosis_blocks(diagnosis: Diagnosis) -> list[Block]:
     ]
 
 
+def _python() -> Check:
+    wheels = sys.version_info[:2] in ((3, 10), (3, 12))
+    return Check(
+        "Python", platform.python_version(), True, "" if wheels else "nvFuser has wheels for 3.10 and 3.12 only"
+    )
+
+
 def _versions() -> Iterator[Check]:
     from thunder_fusionfix._thunder import TESTED, installed_versions, untested_versions
 
-    version = platform.python_version()
-    wheels = sys.version_info[:2] in ((3, 10), (3, 12))
-    yield Check("Python", version, True, "" if wheels else "nvFuser has wheels for 3.10 and 3.12 only")
     untested = " ".join(untested_versions())
     for package, installed in installed_versions().items():
         tested = f"tested: {', '.join(TESTED[package])}"

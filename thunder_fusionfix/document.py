@@ -105,6 +105,7 @@ def markdown(blocks: Iterable[Block]) -> str:
 
 def show(blocks: Iterable[Block], console: Any) -> None:
     """Prints the report on a rich console: coloured on a terminal, plain text elsewhere."""
+    from rich.padding import Padding
     from rich.table import Table as RichTable
     from rich.text import Text
 
@@ -118,7 +119,7 @@ def show(blocks: Iterable[Block], console: Any) -> None:
                 console.print()
             console.print(Text(block.text, style="bold cyan" if block.is_main else "bold"))
         elif isinstance(block, Line):
-            console.print(Text(f"  {block.text}", style=_STYLES[block.tone]))
+            console.print(Padding(Text(block.text, style=_STYLES[block.tone]), (0, 0, 0, 2)))
         elif isinstance(block, Table):
             table = RichTable(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
             for index, name in enumerate(block.header):

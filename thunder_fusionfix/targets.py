@@ -168,6 +168,7 @@ def explain_target(target: Target, trace: str | None = None, tell: Tell = _silen
 
     target.check()
     if target.is_trace:
+        tell(f"reading {target.name}")
         return Explained(explain_trace(choose(sources(target.name), trace)))
     captured = target.capture(tell=tell)
     forward_of = {}
@@ -258,7 +259,7 @@ def fix_target(target: Target, trace: str | None = None, tell: Tell = _silent) -
     """
     target.check()
     if target.is_trace:
-        return _fix_graphs(target, trace)
+        return _fix_graphs(target, trace, tell)
     if trace is not None:
         raise UsageError("--trace is for files with several traces; a model is fixed as a whole: leave it out")
     tell("importing Thunder")
@@ -274,11 +275,11 @@ def fix_target(target: Target, trace: str | None = None, tell: Tell = _silent) -
     return Fixed(tuple(transform.reports), labels, programs, captured.notes, captured)
 
 
-def _fix_graphs(target: Target, trace: str | None) -> Fixed:
+def _fix_graphs(target: Target, trace: str | None, tell: Tell) -> Fixed:
     from thunder_fusionfix.model import Report
 
     start = time.perf_counter()
-    explained = explain_target(target, trace)
+    explained = explain_target(target, trace, tell)
     seconds = (time.perf_counter() - start) / len(explained.explanations)
     reports = {
         label: Report(one.graph.stage, *explained.pair(index), one.graph, one.planned, one.decisions, seconds)
