@@ -232,7 +232,7 @@ def test_gpu_lock_timing_waits_for_all_who_share_it(tmp_path):
     lock, order = GpuLock(tmp_path / "lock"), []
 
     def time_it() -> None:
-        with lock.alone():
+        with lock.alone(lambda: order.append("waiting")):
             order.append("timing")
             time.sleep(0.2)
             order.append("timed")
@@ -247,7 +247,9 @@ def test_gpu_lock_timing_waits_for_all_who_share_it(tmp_path):
     with lock.shared():
         order.append("shared again")
     thread.join()
-    assert order == ["shared ends", "timing", "timed", "shared again"]
+    assert order == ["waiting", "shared ends", "timing", "timed", "shared again"]
+    with lock.alone(lambda: order.append("waiting")):
+        assert order[-1] == "shared again", "nobody waits for a lock that is free, and nobody says so"
 
 
 # ---------------------------------------------------------------- the allocator's history

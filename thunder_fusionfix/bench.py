@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 
 from thunder_fusionfix.errors import FusionFixError, UsageError
 from thunder_fusionfix.measure import STATE, WAITING, Job, now
-from thunder_fusionfix.model_names import check_name
+from thunder_fusionfix.model_names import NAMES, check_name
 from thunder_fusionfix.predict import resolved
 from thunder_fusionfix.results import (
     FAILED,
@@ -386,9 +386,14 @@ class _Parser(argparse.ArgumentParser):
 def parser() -> argparse.ArgumentParser:
     """The command's arguments."""
     parser = _Parser(prog="fusionfix bench", description="Measures a model, variant by variant.")
-    parser.add_argument("model", help="a named configuration, or file.py:function")
-    for name in ("layers", "hidden-size", "seq", "batch"):
-        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("model", help=f"file.py:function, or one of {', '.join(NAMES)}")
+    for name, words in (
+        ("layers", "layers of a named model"),
+        ("hidden-size", "hidden size of a named model"),
+        ("seq", "tokens a sequence; for vision models patches"),
+        ("batch", "sequences or images a step"),
+    ):
+        parser.add_argument(f"--{name}", type=int, help=words)
     parser.add_argument("--optimizer", default="none", choices=tuple(OPTIMIZERS), help="what follows the backward")
     parser.add_argument(
         "--variants", default=",".join(DEFAULT), help=f"some of {', '.join(VARIANTS)}, with commas between"
@@ -399,8 +404,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes that compile side by side; timing is always alone"
     )
-    parser.add_argument("--predict-only", action="store_true", help="needs no GPU")
-    parser.add_argument("--no-predict", action="store_true")
+    parser.add_argument("--predict-only", action="store_true", help="predictions alone, on a machine without a GPU")
+    parser.add_argument("--no-predict", action="store_true", help="measurements alone")
     parser.add_argument("--no-distance", action="store_true", help="no comparison with eager float32")
     parser.add_argument("--again", action="store_true", help="measure also what was measured before")
     parser.add_argument("--retry", action="store_true", help="measure also what failed before")

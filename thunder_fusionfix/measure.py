@@ -243,21 +243,23 @@ class GpuLock:
     def __init__(self, path: Path | None = None) -> None:
         self.path = path or Path(tempfile.gettempdir()) / "thunder_fusionfix-gpu.lock"
 
-    @contextlib.contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._held(fcntl.LOCK_SH):
-            yield
+    def shared(self, waiting: Callable[[], None] = lambda: None) -> contextlib.AbstractContextManager[None]:
+        """The lock beside others; ``waiting`` is called where it is not free at once."""
+        return self._held(fcntl.LOCK_SH, waiting)
+
+    def alone(self, waiting: Callable[[], None] = lambda: None) -> contextlib.AbstractContextManager[None]:
+        """The lock without others, likewise."""
+        return self._held(fcntl.LOCK_EX, waiting)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        with self._held(fcntl.LOCK_EX):
-            yield
-
-    @contextlib.contextmanager
-    def _held(self, how: int) -> Iterator[None]:
+    def _held(self, how: int, waiting: Callable[[], None]) -> Iterator[None]:
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            fcntl.flock(handle, how)
+            try:
+                fcntl.flock(handle, how | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(handle, how)
             yield
         finally:
             os.close(handle)  # lets go of the lock
@@ -282,8 +284,7 @@ def measure(job: Job, say: Callable[[str], None], lock: GpuLock | None = None) -
     }
     phase = "building the model"
     try:
-        say(WAITING)
-        with lock.shared():
+        with lock.shared(lambda: say(WAITING)):
             say(phase)
             program = build(job.spec)
             call, ours = compiled(program.fn, VARIANTS[job.variant])
@@ -304,8 +305,7 @@ def measure(job: Job, say: Callable[[str], None], lock: GpuLock | None = None) -
             say(phase)
             _noted(notes, phase, lambda: measured.update(_profile(step)))
             torch.cuda.empty_cache()
-        say(WAITING)
-        with lock.alone():
+        with lock.alone(lambda: say(WAITING)):
             phase = "timing"
             say(phase)
             measured["step_ms"] = _times(step, job.steps)

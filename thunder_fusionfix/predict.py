@@ -189,6 +189,10 @@ def _is_call(op: Op) -> bool:
     return effect_of(op).kind is not Kind.BOOKKEEPING
 
 
+def _say(state: str) -> None:
+    print(f"{STATE}{state}", flush=True)
+
+
 def main(argv: Sequence[str]) -> int:
     """``predict JOB OUT``: JOB is a `Job` as JSON, OUT the file to write."""
     job, out = Job.from_json(argv[0]), Path(argv[1])
@@ -196,12 +200,10 @@ def main(argv: Sequence[str]) -> int:
     warnings.simplefilter("ignore")
     record: Mapping[str, Any]
     try:
-        print(f"{STATE}{WAITING}", flush=True)
-        with GpuLock().shared():  # it would take the processor from who times
-            print(f"{STATE}tracing without a GPU", flush=True)
-            record = as_record(
-                predict(job.spec, job.variant, progress=lambda words: print(f"{STATE}{words}", flush=True))
-            )
+        # it would take the processor from who times
+        with GpuLock().shared(lambda: _say(WAITING)):
+            _say("tracing without a GPU")
+            record = as_record(predict(job.spec, job.variant, progress=_say))
     except Missing as missing:
         record = {"status": SKIPPED, "reason": str(missing)}
     except Exception as error:  # noqa: BLE001 -- a program that cannot be captured may still be measured
