@@ -130,3 +130,14 @@ def test_run_region_input_of_other_shape_raises() -> None:
         run_region(graph.ops[0], graph.values, {"x": torch.zeros(3, 2)})
     with pytest.raises(UnsupportedTraceError, match="given is None"):
         run_region(graph.ops[0], graph.values, {})
+
+
+def test_compare_runs_real_tensors_inside_of_a_fake_mode():
+    """A capture traces with fake tensors; what is compared there is computed all the same."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    before = parse('def f(x):\n  # x: "cpu f32[3]"\n  y = prims.exp(x)  # y: "cpu f32[3]"\n  return y')
+    after = parse('def f(x):\n  # x: "cpu f32[3]"\n  y = prims.neg(x)  # y: "cpu f32[3]"\n  return y')
+    with FakeTensorMode():
+        assert compare(before, before).differing == ()
+        assert compare(before, after).differing == ("y",)

@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 
+from thunder_fusionfix._thunder import real_tensors
 from thunder_fusionfix.effects import Kind, effect_of, short_name
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.losses import CrossEntropy, cross_entropy_of
@@ -83,10 +84,11 @@ def compare(
         why_not = _why_not(graph, max_numel)
         if why_not is not None:
             return Comparison((), (), why_not)
-    old, new = run_graph(before, seed), run_graph(after, seed)
-    compared = tuple(name for name in new if name in old)
-    is_same = _equal if exact else _close
-    differing = tuple(name for name in compared if not is_same(old[name], new[name]))
+    with real_tensors():  # a capture has none of its own
+        old, new = run_graph(before, seed), run_graph(after, seed)
+        compared = tuple(name for name in new if name in old)
+        is_same = _equal if exact else _close
+        differing = tuple(name for name in compared if not is_same(old[name], new[name]))
     return Comparison(compared, differing)
 
 
