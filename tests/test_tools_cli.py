@@ -144,6 +144,21 @@ def test_several_traces_in_a_file_are_all_explained_and_one_can_be_chosen(tmp_pa
         diff_traces(path, path)
 
 
+def test_traces_are_paired_by_label_and_none_is_left_out_in_silence(tmp_path: Path) -> None:
+    """Whatever the order in the files, a label is compared with its like; a trace without counterpart is named, exit code 1."""
+    other = BEFORE.replace("torch.sin", "torch.cos")
+    graphs = {"one forward": parse(BEFORE), "two forward": parse(other)}
+    save(graphs, tmp_path / "a.json")
+    save(dict(reversed(graphs.items())), tmp_path / "b.json")
+    save({"two forward": parse(other)}, tmp_path / "c.json")
+    a, b, c = (str(tmp_path / f"{name}.json") for name in "abc")
+    assert run("diff", a, b).exit_code == 0
+    for verb in ("diff", "check"):
+        result = run(verb, a, c)
+        assert result.exit_code == 1
+        assert result.stderr == f"not compared, the other file has no counterpart: computation ({a}#one forward)\n"
+
+
 def test_explain_asks_for_the_traces_of_a_model_where_the_target_is_no_file() -> None:
     """What is no file is a model's name, if the command knows models."""
     asked = []

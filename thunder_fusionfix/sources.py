@@ -126,23 +126,35 @@ def choose(found: Sequence[Source], wanted: str | None) -> tuple[Source, ...]:
 
 
 def paired(before: Sequence[Source], after: Sequence[Source]) -> tuple[tuple[Source, Source], ...]:
-    """Traces to compare: those of one stage with each other, in order; the only ones of both sides in any case.
+    """Traces to compare: of one stage those with the same label, else in order; the only ones of both sides in any case.
 
     Raises:
         UsageError: no trace of one side has a counterpart.
     """
     if len(before) == len(after) == 1:
         return ((before[0], after[0]),)
-    left = {stage: [one for one in after if one.graph.stage == stage] for stage in {one.graph.stage for one in after}}
-    pairs = []
-    for one in before:
-        if left.get(one.graph.stage):
-            pairs.append((one, left[one.graph.stage].pop(0)))
+    left = list(after)
+    mates: dict[int, Source] = {}
+    for is_mate in (_same_label, _same_stage):
+        for index, one in enumerate(before):
+            mate = next((other for other in left if index not in mates and is_mate(one, other)), None)
+            if mate is not None:
+                mates[index] = mate
+                left = [other for other in left if other is not mate]
+    pairs = [(before[index], mates[index]) for index in sorted(mates)]
     if not pairs:
         raise UsageError(
             f"{after[0].name}: no trace of a stage that {before[0].name} has; choose one of each with --trace"
         )
     return tuple(pairs)
+
+
+def _same_stage(one: Source, other: Source) -> bool:
+    return one.graph.stage == other.graph.stage
+
+
+def _same_label(one: Source, other: Source) -> bool:
+    return one.label is not None and one.label == other.label and _same_stage(one, other)
 
 
 def diff_traces(before: Any, after: Any) -> TraceDiff:

@@ -105,13 +105,15 @@ def register_diff_and_check(app: typer.Typer) -> None:
     ) -> None:
         """What moved, left a fusion, was split, duplicated, appeared or went, and the change in bytes and lifetimes."""
         with usage_errors():
-            pairs = paired(choose(sources(before), trace), choose(sources(after), trace))
+            first, second = choose(sources(before), trace), choose(sources(after), trace)
+            pairs = paired(first, second)
+            left = tell_unpaired(first, second, pairs)
             found = [(diff(one.graph, other.graph), one, other) for one, other in pairs]
             blocks = list(chain.from_iterable(diff_blocks(*one) for one in found))
             emit(blocks, [one.to_dict() for one, _, _ in found], as_json=as_json, as_markdown=as_markdown)
             if html is not None:
                 write_page(html, pairs[0], blocks, f"{before} against {after}")
-            raise typer.Exit(SAME if all(one.is_empty for one, _, _ in found) else DIFFERS)
+            raise typer.Exit(SAME if not left and all(one.is_empty for one, _, _ in found) else DIFFERS)
 
     @app.command("check")
     def check_verb(
@@ -124,17 +126,28 @@ def register_diff_and_check(app: typer.Typer) -> None:
     ) -> None:
         """The verifier's rules on one trace, or on a rewritten trace B against the trace A that it came from."""
         with usage_errors():
-            first = choose(sources(before), trace)
+            first, left = choose(sources(before), trace), False
             if after is None:
                 checked: list[tuple[Source, ...]] = [(one,) for one in first]
             else:
-                checked = list(paired(first, choose(sources(after), trace)))
+                second = choose(sources(after), trace)
+                checked = list(paired(first, second))
+                left = tell_unpaired(first, second, checked)
             results = [(verdicts_on(one, allowance_of(allow or (), one[0].graph)), one) for one in checked]
             blocks = list(chain.from_iterable(verdict_blocks(verdicts, one) for verdicts, one in results))
             blocks += _fix_hint(results)
             data = [verdicts_to_dict(verdicts, one) for verdicts, one in results]
             emit(blocks, data, as_json=as_json, as_markdown=as_markdown)
-            raise typer.Exit(SAME if not any(verdicts for verdicts, _ in results) else DIFFERS)
+            raise typer.Exit(SAME if not left and not any(verdicts for verdicts, _ in results) else DIFFERS)
+
+
+def tell_unpaired(first: Sequence[Source], second: Sequence[Source], pairs: Iterable[tuple[Source, ...]]) -> bool:
+    """Says on standard error which traces have no counterpart; True where there are any."""
+    together = {id(one) for pair in pairs for one in pair}
+    left = [one.title for one in (*first, *second) if id(one) not in together]
+    if left:
+        print(f"not compared, the other file has no counterpart: {', '.join(left)}", file=sys.stderr)
+    return bool(left)
 
 
 def emit_explanations(
