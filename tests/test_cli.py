@@ -312,12 +312,15 @@ def test_wrong_input_ends_with_one_line_that_says_what_to_do(argv, message, tmp_
     assert printed.out == ""
 
 
-def test_a_program_that_fails_while_it_is_traced_ends_with_one_line(tmp_path, capsys):
-    """Exit code 1 and the first line of what went wrong; how to see more is said."""
+@pytest.mark.parametrize(
+    "made", ["(lambda x: x.reshape(7)), (torch.ones(2),)", "torch.nn.Linear(4, 4), (torch.ones(2, 3),)"]
+)
+def test_a_program_that_fails_while_it_is_traced_ends_with_one_line(made, tmp_path, capfd):
+    """Exit code 1 and the first line of what went wrong, once and without torch's logs; how to see more is said."""
     path = tmp_path / "program.py"
-    path.write_text("import torch\ndef build(): return (lambda x: x.reshape(7)), (torch.ones(2),)\n")
+    path.write_text(f"import torch\ndef build(): return {made}\n")
     assert main(["explain", f"{path}:build", "--executors", "torchcompile"]) == 1
-    err = capsys.readouterr().err
+    err = capfd.readouterr().err
     assert err.count("\n") == 1
     assert "FUSIONFIX_DEBUG=1 shows where" in err
 

@@ -363,8 +363,14 @@ def quiet() -> None:
     """Keeps what torch, Thunder and transformers say about each other off the terminal; our own warnings stay."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    # logs, with a traceback, what it raises too; a filter, because torch sets the levels of its loggers when it is imported
+    logging.getLogger("torch._subclasses.fake_tensor").addFilter(_none)
     warnings.simplefilter("ignore")
     warnings.filterwarnings("default", message="thunder_fusionfix")
+
+
+def _none(record: logging.LogRecord) -> bool:
+    return False
 
 
 def main(argv: Sequence[str] | None = None) -> int:
