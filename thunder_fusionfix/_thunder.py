@@ -382,6 +382,9 @@ from thunder.dynamo import splitter as splitter  # its `is_node_supported_by_thu
 from thunder.executors import torch_compile as torch_compile  # its `make_compiled` is looked up when a region is made
 from thunder.torch.experimental.dtensor_proxy import DTensorProxy as DTensorProxy
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+real_tensors = _disable_current_modes  # a context in which a FakeTensorMode around it does not count
 
 
 def nvfuser_impl() -> Any | None:
