@@ -6,6 +6,7 @@ import io
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,11 @@ from thunder_fusionfix.document import show
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.explain import explain_trace
 from thunder_fusionfix.parse import parse
+from thunder_fusionfix.passes import PASSES
 from thunder_fusionfix.sources import diff_traces, sources
 from thunder_fusionfix.store import save
-from thunder_fusionfix.tools_cli import register
+from thunder_fusionfix.tools_cli import allowance_of, register
+from thunder_fusionfix.verify import Allow
 from thunder_fusionfix.views import explanation_blocks
 
 BEFORE = """\
@@ -122,6 +125,24 @@ def test_check_shows_rule_place_and_ten_lines_around_the_fault(files: dict[str, 
     marked = [line for line in text.splitlines() if line.startswith("  > ")]
     assert len(marked) == 1 and "torch.dot(t1, t2)" in marked[0]
     assert sum(line.startswith(("  > ", "    ")) for line in text.splitlines()) == 10
+
+
+def test_allow_fix_admits_all_that_any_pass_may_do() -> None:
+    """Whatever a pass declares is in it, flags and sets; nothing more than that and the copies of cheap ops."""
+    allow = allowance_of(["fix"], parse(BEFORE))
+    for item in PASSES:
+        for name, admitted in vars_of(item.allow).items():
+            assert (
+                (admitted <= vars_of(allow)[name])
+                if isinstance(admitted, frozenset)
+                else not admitted or vars_of(allow)[name]
+            )
+    assert not allow.may_keep_longer and not allow.may_repeat_work
+    assert allow.may_clone == {"t1", "t2", "t3", "t4"}
+
+
+def vars_of(allow: Allow) -> dict[str, object]:
+    return {field.name: getattr(allow, field.name) for field in fields(allow)}
 
 
 def test_explain_of_standard_input_names_the_peak_and_its_holders() -> None:

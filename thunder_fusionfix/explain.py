@@ -356,7 +356,7 @@ def _plan(facts: Facts) -> tuple[tuple[Decision, ...], Facts, tuple[str, ...]]:
             plan = item.plan(facts, None)
             after = Facts(apply_to_graph(facts.graph, plan), facts.config, facts.forward)
             if not plan.is_empty:
-                verify(facts.graph, after.graph, item.allow)
+                verify(facts.graph, after.graph, item.admits(facts.graph, plan))
             rises = after.timeline.peak_bytes > facts.timeline.peak_bytes
         except _FAILURES as error:
             notes.append(

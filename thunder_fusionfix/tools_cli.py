@@ -10,8 +10,8 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
-from itertools import chain
+from dataclasses import fields
+from itertools import chain, product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -202,8 +202,11 @@ def allowance_of(names: Iterable[str], before: Graph) -> Allow:
         raise UsageError(f"--allow {unknown[0]}: one of {', '.join([ALLOW_FIX, *_ALLOWANCES])}")
     admitted: dict[str, Any] = {_ALLOWANCES[name]: True for name in given if name != ALLOW_FIX}
     if ALLOW_FIX in given:
-        flags = {flag for item in PASSES for flag, admits in asdict(item.allow).items() if admits is True}
-        admitted |= dict.fromkeys((*flags, "may_clone"), True)
+        admitted["may_clone"] = True
+        for allow, field in product((item.allow for item in PASSES), fields(Allow)):
+            if more := getattr(allow, field.name):  # a flag, a set or a tuple of what is admitted
+                known = admitted.get(field.name, type(more)())
+                admitted[field.name] = known + more if isinstance(more, tuple) else known | more
     if "may_clone" in admitted:  # the verifier takes names, and looks itself whether what makes them is cheap
         admitted["may_clone"] = frozenset(name for op in before.ops for leaf in op.leaves for name in leaf.outputs)
     return Allow(**admitted)
