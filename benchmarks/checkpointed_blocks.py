@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from table_file import table_file
 from thunder.dynamo import ThunderCompiler
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import thunder_fusionfix  # noqa: F401  (mends Thunder under nvFuser 0.2.36)
+from thunder_fusionfix.measure import GpuLock
 from thunder_fusionfix.share import install
 from thunder_fusionfix.transform import FusionFixTransform
 
@@ -80,7 +82,7 @@ def compiled(name: str, model: Blocks) -> tuple[Callable, FusionFixTransform | N
 VARIANTS = ("eager", "fusionfix", "plain", "torch.compile", "eager, no checkpoint")
 
 
-def measure(name: str, args: argparse.Namespace) -> dict[str, object]:
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """The row of one variant."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -96,29 +98,25 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, object]:
         loss.backward()
         return loss.detach()
 
-    started = time.perf_counter()
-    step()
-    torch.cuda.synchronize()
-    row: dict[str, object] = {"variant": name, "first_step_s": time.perf_counter() - started}
-    for _ in range(3):
+    lock = GpuLock()
+    with lock.shared():
+        started = time.perf_counter()
         step()
-    model.zero_grad(set_to_none=True)
-    x.grad = None
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    row["loss"] = step().item()
-    row["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 1e6
-    row["grad_norm"] = torch.linalg.vector_norm(x.grad.float()).item()
-    times = []
-    for _ in range(args.steps):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    row["ms"] = statistics.median(times)
+        torch.cuda.synchronize()
+        row: dict[str, Any] = {"variant": name, "first_step_s": time.perf_counter() - started}
+        for _ in range(3):
+            step()
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        row["loss"] = step().item()
+        row["peak_mb"] = (torch.cuda.max_memory_allocated() - before) / 1e6
+        row["grad_norm"] = torch.linalg.vector_norm(x.grad.float()).item()
+        torch.cuda.empty_cache()
+    with lock.alone():
+        row["ms"] = statistics.median(milliseconds(step, args.steps))
     if fix is not None:
         row["traces"] = [
             {
@@ -134,6 +132,27 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, object]:
     return row
 
 
+def milliseconds(step: Callable, steps: int) -> Iterator[float]:
+    """The time of each of ``steps`` steps by CUDA events, after one more."""
+    step()
+    for _ in range(steps):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        yield start.elapsed_time(end)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows for people."""
+    lines = [f"{'variant':24}{'peak MB':>10}{'ms':>9}{'first step s':>14}"]
+    for row in rows:
+        numbers = "" if "error" in row else f"{row['peak_mb']:10.0f}{row['ms']:9.2f}{row['first_step_s']:14.1f}"
+        lines.append(f"{row['variant']:24}" + (numbers or row["error"]))
+    return "\n".join(lines)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=8)
@@ -147,24 +166,16 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     install()
-    rows = []
-    for name in args.variant:
-        try:
-            rows.append(measure(name, args))
-        except Exception as error:  # noqa: BLE001 - one variant's failure must not cost the others
-            rows.append({"variant": name, "error": f"{type(error).__name__}: {error}"[:500]})
-        print(json.dumps(rows[-1]), flush=True)
-        gc.collect()
-        torch.cuda.empty_cache()
-    print(f"\n{'variant':24}{'peak MB':>10}{'ms':>9}{'first step s':>14}")
-    for row in rows:
-        if "error" in row:
-            print(f"{row['variant']:24}{row['error']}")
-        else:
-            print(f"{row['variant']:24}{row['peak_mb']:10.0f}{row['ms']:9.2f}{row['first_step_s']:14.1f}")
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, file, indent=1)
+    with table_file(args.out, "checkpointed_blocks") as file:
+        for name in args.variant:
+            try:
+                row = measure(name, args)
+            except Exception as error:  # noqa: BLE001 - one variant's failure must not cost the others
+                row = {"variant": name, "error": f"{type(error).__name__}: {error}"[:500]}
+            file.add(row)
+            gc.collect()
+            torch.cuda.empty_cache()
+    print("", table(file.rows), sep="\n")
 
 
 if __name__ == "__main__":

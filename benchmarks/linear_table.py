@@ -1,131 +1,215 @@
 """Measures linear layers on a GPU: plain Thunder, Thunder with the entry "fusionfix", and one mm or bmm by hand.
 
-    python benchmarks/linear_table.py [--steps 20] [--out linear.json]
+    python benchmarks/linear_table.py [--calls 20] [--out linear.json]
 
-Each row is ``linear(x, w)`` with a strided x. *frozen*: w needs no gradient, forward only. *trained*: w and x need one, forward and
-backward. *autocast*: the same in float32 under bf16 autocast, where Thunder casts w itself. The bar is 1.1 of the better of one `mm` of
-the folded x and one `bmm` per leading index (forward), and of the three products of forward and backward done as `mm` (trained).
-Times are medians in ms by CUDA events.
+Each row is ``linear(x, w)`` with a strided x. *frozen*: w needs no gradient, forward only. *trained*: w and x need one,
+forward and backward. *autocast*: the same in float32 under bf16 autocast, where Thunder casts w itself.
+
+The bar is 1.1 of the better of two ways by hand (`by_hand`): *mm* folds x, *bmm* makes a product per leading index. Both do
+all that the row asks for: under autocast the casts of x and w to bf16 and of the gradients back, as autocast does them.
+
+Two times a row and column. *device* ms: what the GPU works for one call. The GPU sleeps first, until the host has queued all
+calls; events around them then see no gap that the host made (`device_ms` starts over with a longer sleep where it was too
+short). *host* ms: what the host takes to queue one call. A call alone takes about the larger of the two.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
+import gc
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import thunder
 import torch
 import torch.nn.functional as F
+from table_file import table_file
 
 import thunder_fusionfix  # noqa: F401  (registers the executor "fusionfix", mends Thunder under nvFuser 0.2.36)
+from thunder_fusionfix.measure import GpuLock
 
-PLAIN = ("sdpa", "torchcompile_cat", "nvfuser")
-ENTRY = ("sdpa", "torchcompile_cat", "fusionfix", "nvfuser")
+EXECUTORS = {
+    "plain": ("sdpa", "torchcompile_cat", "nvfuser"),
+    "fusionfix": ("sdpa", "torchcompile_cat", "fusionfix", "nvfuser"),
+}
+FORMS = {"frozen": torch.float16, "trained": torch.float16, "autocast": torch.float32}  # with the dtype of x and w
+WAYS = ("mm", "bmm")
+BAR = 1.1
 
 # name, shape of x, shape of w; x is made with its first two dims swapped in memory
-ROWS = (
+CASES = (
     ("x[33600,1,2056] w[4112,2056]", (33600, 1, 2056), (4112, 2056)),
     ("x[2100,1,2056] w[4112,2056]", (2100, 1, 2056), (4112, 2056)),
     ("x[64,512,1024] w[4096,1024]", (64, 512, 1024), (4096, 1024)),
     ("x[512,8,1024] w[4096,1024]", (512, 8, 1024), (4096, 1024)),
 )
 
+LONG_CALL_MS = 20.0  # of these a few are enough
+MOST_SLEEP_S = 4.0
+CYCLES_PER_S = 2.0e9  # about a GPU's clock; the sleep is checked, not trusted
 
-def strided(shape: tuple[int, ...], dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
+
+def strided(shape: tuple[int, ...], dtype: torch.dtype, grad: bool, device: str = "cuda") -> torch.Tensor:
     """A random tensor of ``shape`` whose first two dims are swapped in memory."""
     first, second, width = shape
-    base = torch.randn(second, first, width, device="cuda", dtype=dtype)
+    base = torch.randn(second, first, width, device=device, dtype=dtype)
     return base.transpose(0, 1).detach().requires_grad_(grad)
 
 
-def median_ms(call: Callable[[], object], steps: int) -> float:
-    times = []
-    for _ in range(steps + 3):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times[3:])
+# ---------------------------------------------------------------- what is timed
 
 
-def frozen(executors: tuple[str, ...], x: torch.Tensor, w: torch.Tensor) -> Callable[[], object]:
-    compiled = thunder.jit(F.linear, executors=executors)
-    return lambda: compiled(x, w)
+def by_hand(way: str, form: str, x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The output, and but for "frozen" the gradients of x and w, all of it in the products that ``way`` names.
+
+    Args:
+        way: "mm" folds the leading dims of x; "bmm" makes one product for each index of the first.
+        form: a key of `FORMS`.
+        x: [a, b, k], any strides.
+        w: [n, k].
+        grad: of the output, [a, b, n], contiguous, in the dtype of the output.
+    """
+    low = torch.bfloat16 if form == "autocast" else x.dtype
+    cast, weight = x.to(low), w.to(low)
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        if way == "bmm":
+            return torch.bmm(left, right.expand(left.shape[0], *right.shape))
+        return torch.mm(left.reshape(-1, left.shape[-1]), right).view(*left.shape[:-1], -1)
+
+    out = product(cast, weight.t())
+    if form == "frozen":
+        return (out,)
+    grad_w = torch.mm(grad.reshape(-1, grad.shape[-1]).t(), cast.reshape(-1, x.shape[-1]))
+    return out, product(grad, weight).to(x.dtype), grad_w.to(w.dtype)
 
 
-def trained(executors: tuple[str, ...], x: torch.Tensor, w: torch.Tensor, autocast: bool) -> Callable[[], object]:
-    compiled = thunder.jit(lambda x, w: F.linear(x, w), executors=executors)
-    grad = None
+def compiled(executors: tuple[str, ...], form: str, x: torch.Tensor, w: torch.Tensor, grad: torch.Tensor) -> Callable:
+    """One call, or one step, of Thunder's program."""
+    linear = thunder.jit(lambda x, w: F.linear(x, w), executors=executors)
+    if form == "frozen":
+        return lambda: linear(x, w)
 
     def step() -> None:
-        nonlocal grad
         x.grad = w.grad = None
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            out = compiled(x, w)
-        grad = torch.ones_like(out) if grad is None else grad
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=form == "autocast"):
+            out = linear(x, w)
         out.backward(grad)
 
     return step
 
 
-def by_hand(x: torch.Tensor, w: torch.Tensor, steps: int) -> dict[str, float]:
-    """One mm of the folded x; one bmm with a product per leading index; the three mm's of forward and backward."""
-    flat, wt = x.reshape(-1, x.shape[-1]), w.t()
-    grad = torch.ones(flat.shape[0], w.shape[0], device="cuda", dtype=x.dtype)
+# ---------------------------------------------------------------- times
 
-    def both() -> None:
-        folded = x.reshape(-1, x.shape[-1])
-        torch.mm(folded, wt)
-        torch.mm(grad, w)
-        torch.mm(grad.t(), folded)
 
-    times = {
-        "mm": median_ms(lambda: torch.mm(x.reshape(-1, x.shape[-1]), wt), steps),
-        "mm_step": median_ms(both, steps),
-    }
-    times["bmm"] = median_ms(lambda: torch.bmm(x, wt.expand(x.shape[0], *wt.shape)), max(3, steps // 4))
-    return times
+def times(call: Callable[[], object], calls: int) -> dict[str, float]:
+    """Milliseconds of one ``call``: "device" and "host"."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    torch.cuda.synchronize()
+    once_ms = 1e3 * (time.perf_counter() - start)
+    calls = min(calls, 3) if once_ms > LONG_CALL_MS else calls
+    sleep_s = 0.01 + 2e-3 * once_ms * calls
+    while True:
+        found = queued(call, calls, sleep_s)
+        if found is not None:
+            return found
+        sleep_s *= 2
+        if sleep_s > MOST_SLEEP_S:
+            raise RuntimeError(
+                f"the host does not queue {calls} calls in {MOST_SLEEP_S} s: something in them waits for the GPU"
+            )
+
+
+def queued(call: Callable[[], object], calls: int, sleep_s: float) -> dict[str, float] | None:
+    """The times of ``calls`` calls queued while the GPU sleeps; None where it woke before the last was queued."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(sleep_s * CYCLES_PER_S))
+    start.record()
+    before = time.perf_counter()
+    for _ in range(calls):
+        call()
+    host_s = time.perf_counter() - before
+    slept_through = not start.query()
+    end.record()
+    torch.cuda.synchronize()
+    if not slept_through:
+        return None
+    return {"device": start.elapsed_time(end) / calls, "host": 1e3 * host_s / calls}
+
+
+def measure(case: str, form: str, x_shape: tuple[int, ...], w_shape: tuple[int, ...], calls: int) -> dict[str, Any]:
+    """One row."""
+    needs_grad, dtype, lock = form != "frozen", FORMS[form], GpuLock()
+    torch.manual_seed(0)
+    row: dict[str, Any] = {"case": case, "form": form}
+    with lock.shared():
+        x = strided(x_shape, dtype, needs_grad)
+        w = (torch.randn(w_shape, device="cuda", dtype=dtype) * w_shape[1] ** -0.5).requires_grad_(needs_grad)
+        low = torch.bfloat16 if form == "autocast" else dtype
+        grad = torch.ones(*x_shape[:-1], w_shape[0], device="cuda", dtype=low)
+        steps = {name: compiled(executors, form, x, w, grad) for name, executors in EXECUTORS.items()}
+        for step in steps.values():
+            step()
+        if form == "frozen" and x.numel() < 2**25:
+            want, got = F.linear(x.double(), w.double()), steps["fusionfix"]()
+            row["distance"] = (torch.linalg.vector_norm(got - want) / torch.linalg.vector_norm(want)).item()
+            del want, got
+        constant = x.detach(), w.detach(), grad
+        steps |= {way: lambda way=way: by_hand(way, form, *constant) for way in WAYS}
+    with lock.alone():
+        row |= {name: times(step, calls) for name, step in steps.items()}
+    return judged(row)
+
+
+def judged(row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row with its reference, how near to that ours comes, and the verdict."""
+    best = min(WAYS, key=lambda way: row[way]["device"])
+    ratio = row["fusionfix"]["device"] / row[best]["device"]
+    return {**row, "best": best, "of_best": ratio, "verdict": "met" if ratio <= BAR else "missed"}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows for people."""
+    names = (*WAYS, *EXECUTORS)
+    lines = [f"{'':41}{'device ms':>{10 * len(names)}}{'of best':>10}{'':8}{'host ms':>20}"]
+    lines.append(
+        f"{'case':31}{'form':10}" + "".join(f"{name:>10}" for name in names) + f"{'':18}{'plain':>10}{'fusionfix':>10}"
+    )
+    for row in rows:
+        line = f"{row['case']:31}{row['form']:10}"
+        if "error" in row:
+            lines.append(line + row["error"])
+            continue
+        line += "".join(f"{row[name]['device']:>10.3f}" for name in names)
+        line += f"{row['of_best']:>10.2f} {row['verdict']:7}"
+        lines.append(line + "".join(f"{row[name]['host']:>10.3f}" for name in EXECUTORS))
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--calls", type=int, default=20, help="timed calls")
     parser.add_argument("--out")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    rows = []
-    print(f"{'case':32}{'form':10}{'best by hand':>13}{'plain':>9}{'fusionfix':>11}{'of best':>9}")
-    for name, x_shape, w_shape in ROWS:
-        for form, dtype in (("frozen", torch.float16), ("trained", torch.float16), ("autocast", torch.float32)):
-            needs_grad = form != "frozen"
-            x = strided(x_shape, dtype, needs_grad)
-            w = (torch.randn(w_shape, device="cuda", dtype=dtype) * w_shape[1] ** -0.5).requires_grad_(needs_grad)
-            low = torch.bfloat16 if form == "autocast" else dtype
-            hand = by_hand(x.detach().to(low), w.detach().to(low), args.steps)
-            best = hand["mm_step"] if needs_grad else min(hand["mm"], hand["bmm"])
-            row = {"case": name, "form": form, "by_hand": hand, "best": best}
-            for label, executors in (("plain", PLAIN), ("fusionfix", ENTRY)):
-                call = trained(executors, x, w, form == "autocast") if needs_grad else frozen(executors, x, w)
-                call()
-                steps = args.steps if median_ms(call, 1) < 20 else 3
-                row[label] = median_ms(call, steps)
-            want = F.linear(x.detach().double(), w.detach().double()) if x.numel() < 2**25 else None
-            if want is not None and form == "frozen":
-                got = frozen(ENTRY, x, w)()
-                row["distance"] = (torch.linalg.vector_norm(got - want) / torch.linalg.vector_norm(want)).item()
-            rows.append(row)
-            ratio = row["fusionfix"] / best
-            print(f"{name:32}{form:10}{best:13.3f}{row['plain']:9.3f}{row['fusionfix']:11.3f}{ratio:9.2f}", flush=True)
-            del x, w
-            torch.cuda.empty_cache()
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, file, indent=1)
+    with table_file(args.out, "linear_table") as file:
+        for case, x_shape, w_shape in CASES:
+            for form in FORMS:
+                try:
+                    row = measure(case, form, x_shape, w_shape, args.calls)
+                except Exception as error:  # noqa: BLE001 - one row's failure must not cost the others
+                    row = {"case": case, "form": form, "error": f"{type(error).__name__}: {error}"[:300]}
+                file.add(row)
+                gc.collect()
+                torch.cuda.empty_cache()
+    print("", table(file.rows), sep="\n")
 
 
 if __name__ == "__main__":

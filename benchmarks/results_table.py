@@ -4,18 +4,19 @@
     python benchmarks/results_table.py --write README.md    # put them between the marks in README.md
     python benchmarks/results_table.py --check README.md    # exit 1 where README.md shows something else
 
-Each goal is printed with its ratio, and a miss is called one.
+Each goal is printed with its ratio, and a miss is called one. What was not measured, or only in part, is said to be so.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from thunder_fusionfix.results import Run, machine, measured_of, megabytes
+from thunder_fusionfix.results import OK, Run, Spec, machine, measured_of, megabytes
 from thunder_fusionfix.variants import OURS, VARIANTS
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
@@ -31,6 +32,10 @@ class Goal:
     against: tuple[str, ...]  # variants; the first one that was measured
     at_most: float
     of_all: bool = False  # the worst variant of this project's counts, not the recommended one
+
+    @property
+    def aim(self) -> str:
+        return f"{self.quantity} <= {self.at_most:.2f}"
 
 
 RECOMMENDED = ("both", "transform", "entry")  # the first one that was measured stands for the project
@@ -56,21 +61,28 @@ def load(folder: Path) -> list[tuple[str, Run]]:
 
 
 def table(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
-    """A row for each variant of each run, with peak and step against plain Thunder's."""
-    yield "| model | variant | peak MB | of plain | step ms | of plain | predicted peak | gradient distance |"
-    yield "|---|---|---|---|---|---|---|---|"
+    """For each run a table, a row for each variant, with peak and step against plain Thunder's."""
     for _, run in runs:
+        if not run.variants:
+            continue
         plain = measured_of(run, "plain") or measured_of(run, "plain-shared")
-        for name, variant in VARIANTS.items():
-            if name not in run.variants:
-                continue
-            yield f"| {run.spec.title} | {variant.label} | " + " | ".join(_cells(run, name, plain)) + " |"
+        yield from (
+            f"**{run.spec.title}**",
+            "",
+            "| variant | peak MB | of plain | step ms | of plain | predicted peak | gradient distance |",
+            "|---|---|---|---|---|---|---|",
+        )
+        for name in filter(run.variants.__contains__, VARIANTS):
+            status = run.variants[name].get("status", "not measured")
+            label = VARIANTS[name].label + ("" if status == OK else f" ({status})")
+            yield f"| {label} | " + " | ".join(_cells(run, name, plain)) + " |"
+        yield ""
 
 
 def _cells(run: Run, name: str, plain: object) -> Iterator[str]:
     measured = measured_of(run, name)
     if not measured.get("peak_bytes"):
-        yield from (run.variants[name].get("status", "not measured"), "-", "-", "-", "-", "-")
+        yield from "------"
         return
     predicted = run.predictions.get(name, {}).get("peak_bytes")
     yield megabytes(measured["peak_bytes"])
@@ -99,26 +111,63 @@ def _ratio_text(ratio: float | None) -> str:
 
 
 def goals(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
-    """A row for each goal and run that it is about: which variant stands for us, its ratio, whether it is met."""
+    """A row for each goal and run that it is about: which variant stands for us, its ratio, whether it is met.
+
+    A goal about one model that cannot be judged is a row too, with what is missing.
+    """
     yield "| goal | model | variant | reached | |"
     yield "|---|---|---|---|---|"
     for goal in GOALS:
-        for name, run in runs:
-            if not name.startswith(goal.model):
-                continue
-            other = next((other for other in goal.against if _quantity(goal.quantity, measured_of(run, other))), None)
-            ratios = {
-                mine: _ratio(goal.quantity, measured_of(run, mine), measured_of(run, other)) for mine in OURS if other
-            }
-            reached = {mine: ratio for mine, ratio in ratios.items() if ratio is not None}
-            if not reached or other is None:
-                continue
-            shown = next(name for name in RECOMMENDED if name in reached)
-            if goal.of_all:
-                shown = max(reached, key=lambda mine: reached[mine])
-            verdict = "met" if reached[shown] <= goal.at_most else "**missed**"
-            aim = f"{goal.quantity} <= {goal.at_most:.2f} x {VARIANTS[other].label}"
-            yield f"| {aim} | {run.spec.title} | {VARIANTS[shown].label} | {reached[shown]:.3f} | {verdict} |"
+        about = [run for name, run in runs if name.startswith(goal.model)]
+        for run in about:
+            yield from _goal_rows(goal, run, runs)
+        if not about:
+            label = VARIANTS[goal.against[0]].label
+            yield f"| {goal.aim} x {label} | {goal.model.removesuffix('-')} | - | - | not measured |"
+
+
+def _goal_rows(goal: Goal, run: Run, runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
+    theirs, whose = _opponent(goal, run, runs)
+    mine = {name: _quantity(goal.quantity, measured_of(run, name)) for name in OURS}
+    reached = {name: value / theirs for name, value in mine.items() if value and theirs}
+    if not reached:
+        if not goal.of_all:
+            missing = RECOMMENDED[0] if theirs else goal.against[0]
+            status = run.variants.get(missing, {}).get("status", "not measured")
+            why = f"{VARIANTS[missing].label}: {f'no {goal.quantity}' if status == OK else status}"
+            yield f"| {goal.aim} x {whose} | {run.spec.title} | - | - | not measured ({why}) |"
+        return
+    shown = next(name for name in RECOMMENDED if name in reached)
+    if goal.of_all:
+        shown = max(reached, key=lambda name: reached[name])
+    verdict = "met" if reached[shown] <= goal.at_most else "**missed**"
+    yield f"| {goal.aim} x {whose} | {run.spec.title} | {VARIANTS[shown].label} | {reached[shown]:.3f} | {verdict} |"
+
+
+def _opponent(goal: Goal, run: Run, runs: Sequence[tuple[str, Run]]) -> tuple[float | None, str]:
+    """The quantity to compare with, and whose it is: the first variant measured, or else extrapolated over the layers."""
+    for name in goal.against:
+        if value := _quantity(goal.quantity, measured_of(run, name)):
+            return value, VARIANTS[name].label
+    for name in goal.against:
+        value, layers = _extrapolated(goal.quantity, name, run.spec, runs)
+        if value:
+            return value, f"{VARIANTS[name].label} (a line through {layers} layers)"
+    return None, VARIANTS[goal.against[0]].label
+
+
+def _extrapolated(quantity: str, name: str, spec: Spec, runs: Sequence[tuple[str, Run]]) -> tuple[float | None, str]:
+    """What the least-squares line through the same model with fewer layers says of ``spec``; needs two such runs."""
+    found = {
+        run.spec.layers: value
+        for _, run in runs
+        if run.spec.layers and replace(run.spec, layers=spec.layers) == spec and run.spec.layers < (spec.layers or 0)
+        if (value := _quantity(quantity, measured_of(run, name)))
+    }
+    if len(found) < 2:
+        return None, ""
+    slope, start = statistics.linear_regression(list(found), list(found.values()))
+    return start + slope * spec.layers, ", ".join(map(str, sorted(found)))
 
 
 def predictions(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
@@ -143,7 +192,7 @@ def predictions(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
 def text(folder: Path) -> str:
     """Everything, as Markdown."""
     runs = load(folder)
-    machines = dict.fromkeys(machine(run) for _, run in runs)
+    machines = dict.fromkeys(machine(run) for _, run in runs if run.variants)
     parts = [table(runs), goals(runs), predictions(runs), machines]
     return "\n\n".join("\n".join(part).strip() for part in parts).strip() + "\n"
 

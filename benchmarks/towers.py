@@ -16,15 +16,18 @@ the larger of forward and backward. Variants are timed in turns within one proce
 from __future__ import annotations
 
 import argparse
-import json
+import gc
 import statistics
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import thunder
 import torch
+from table_file import table_file
 
 import thunder_fusionfix  # noqa: F401  (mends Thunder under nvFuser 0.2.36)
+from thunder_fusionfix.measure import GpuLock
 from thunder_fusionfix.model import UNPACK, Report
 from thunder_fusionfix.transform import FusionFixTransform
 
@@ -111,8 +114,25 @@ def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return (torch.linalg.vector_norm(one.double() - other.double()) / torch.linalg.vector_norm(other.double())).item()
 
 
-def measure(mode: str, n: int, num_towers: int, steps: int) -> list[dict[str, object]]:
+def measure(mode: str, n: int, num_towers: int, steps: int) -> Iterator[dict[str, Any]]:
     """One row for each variant."""
+    lock = GpuLock()
+    with lock.shared():
+        prepared = prepare(mode, n, num_towers)
+    times: dict[str, list[float]] = {name: [] for name, (step, _) in prepared.items() if step}
+    with lock.alone():
+        for _ in range(ROUNDS):
+            for name, found in times.items():
+                step = prepared[name][0]
+                assert step is not None
+                step()
+                found += milliseconds(step, max(1, steps // ROUNDS))
+    for name, (_, row) in prepared.items():
+        yield {**row, "ms": statistics.median(times[name])} if name in times else row
+
+
+def prepare(mode: str, n: int, num_towers: int) -> dict[str, tuple[Step | None, dict[str, Any]]]:
+    """Each variant's step, None where it failed, and its row but for the time."""
     training = mode == "training"
     torch.manual_seed(0)
     # of this size the values neither grow nor shrink from tower to tower
@@ -125,12 +145,12 @@ def measure(mode: str, n: int, num_towers: int, steps: int) -> list[dict[str, ob
     ones = torch.ones(n, n, device="cuda") if training else None
     tensor_bytes = n * n * 4
 
-    made: dict[str, tuple[Step, dict[str, object]]] = {}
+    made: dict[str, tuple[Step | None, dict[str, Any]]] = {}
     expected: list[torch.Tensor] = []
     built = variants()
     for name, (fn, fix) in reversed(built.items()):  # eager first: the others are compared with it
-        row: dict[str, object] = {"mode": mode, "variant": name}
-        step = make_step(fn, inputs, ones)
+        row: dict[str, Any] = {"mode": mode, "variant": name}
+        step: Step | None = make_step(fn, inputs, ones)
         try:
             got = [step(), *(tensor.grad for tensor in inputs if tensor.grad is not None)]
             expected = expected or [tensor.clone() for tensor in got]
@@ -140,29 +160,28 @@ def measure(mode: str, n: int, num_towers: int, steps: int) -> list[dict[str, ob
                 step()
             row["peak_tensors"] = peak_bytes(step, inputs) / tensor_bytes
         except Exception as error:  # noqa: BLE001 - one variant's failure must not cost the others
-            row["error"] = f"{type(error).__name__}: {error}"[:300]
-        else:
-            made[name] = step, row
+            row["error"], step = f"{type(error).__name__}: {error}"[:300], None
         if fix is not None and fix.reports:
             row["predicted_tensors"], row["bound_tensors"] = (
                 max(found) / tensor_bytes for found in zip(*map(over_inputs, fix.reports), strict=True)
             )
             row["pass_seconds"] = sum(report.seconds for report in fix.reports)
-        if "error" in row:
-            print(json.dumps(row), flush=True)
-    times: dict[str, list[float]] = {name: [] for name in made}
-    for _ in range(ROUNDS):
-        for name, (step, _) in made.items():
-            step()
-            times[name] += milliseconds(step, max(1, steps // ROUNDS))
-    rows = []
-    for name in built:
-        if name in made:
-            row = made[name][1]
-            row["ms"] = statistics.median(times[name])
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-    return rows
+        made[name] = step, row
+    return {name: made[name] for name in built}
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows for people."""
+    titles = ("peak", "predicted", "bound", "ms", "distance")
+    lines = [f"{'mode':12}{'variant':26}" + "".join(f"{title:>12}" for title in titles)]
+    for row in rows:
+        columns = [row.get(name) for name in ("peak_tensors", "predicted_tensors", "bound_tensors", "ms", "distance")]
+        shown = [
+            "" if value is None else f"{value:.2e}" if at == 4 else f"{value:.2f}" for at, value in enumerate(columns)
+        ]
+        line = f"{row['mode']:12}{row['variant']:26}" + "".join(f"{text:>12}" for text in shown)
+        lines.append(line + (f"  {row['error']}" if "error" in row else ""))
+    return "\n".join(lines)
 
 
 def main() -> None:
@@ -175,18 +194,13 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     modes = [args.only] if args.only else ["inference", "training"]
-    rows = [row for mode in modes for row in measure(mode, args.n, args.towers, args.steps)]
-    titles = ("peak", "predicted", "bound", "ms", "distance")
-    print(f"\n{'mode':12}{'variant':26}" + "".join(f"{title:>12}" for title in titles))
-    for row in rows:
-        columns = [row.get(name) for name in ("peak_tensors", "predicted_tensors", "bound_tensors", "ms", "distance")]
-        shown = [
-            "" if value is None else f"{value:.2e}" if at == 4 else f"{value:.2f}" for at, value in enumerate(columns)
-        ]
-        print(f"{row['mode']:12}{row['variant']:26}" + "".join(f"{text:>12}" for text in shown))
-    if args.out:
-        with open(args.out, "w") as file:
-            json.dump({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": rows}, file, indent=1)
+    with table_file(args.out, "towers") as file:
+        for mode in modes:
+            for row in measure(mode, args.n, args.towers, args.steps):
+                file.add(row)
+            gc.collect()
+            torch.cuda.empty_cache()
+    print("", table(file.rows), sep="\n")
 
 
 if __name__ == "__main__":

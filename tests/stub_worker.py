@@ -33,7 +33,14 @@ def main() -> None:
         os._exit(3)
     if behaviour == "out of memory":
         record = {"status": "out of memory", "reason": "tried to allocate 1 GiB", "measured": {}, "notes": []}
-    if behaviour == "hang":
+    if behaviour.startswith("part"):  # memory is measured, time is not: it hangs there, or crashes
+        part = {**record, "status": "cut short", "reason": "ended while timing", "measured": {"peak_bytes": 5_000_000}}
+        out.write_text(json.dumps(part))
+        print(f"{STATE}timing", flush=True)
+    if behaviour == "part and crash":
+        time.sleep(0.5)
+        os._exit(3)
+    if behaviour in ("hang", "part"):
         time.sleep(600)
     if behaviour == "wait":
         print(f"{STATE}{WAITING}", flush=True)

@@ -17,6 +17,7 @@ from thunder_fusionfix.bench import Options, bench, main, results_path
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.measure import GpuLock, replay
 from thunder_fusionfix.results import (
+    CUT,
     FAILED,
     OK,
     OUT_OF_MEMORY,
@@ -162,6 +163,71 @@ def test_bench_interrupted_keeps_what_is_done_and_ends_its_processes(stub, tmp_p
         os.kill(pid, 0)
 
 
+class Clock:
+    """Stands in for the module `time`; ``late`` seconds pass at once when a variant is being timed."""
+
+    def __init__(self, late: float) -> None:
+        self.late, self.passed = late, 0.0
+        self.sleep = time.sleep
+
+    def monotonic(self) -> float:
+        return time.monotonic() + self.passed
+
+    def progress(self, variant: str, state: str) -> None:
+        self.passed = self.late if state == "timing" else self.passed
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "limits", "status"),
+    [
+        ("part", {"budget_s": 500.0}, CUT),
+        ("part", {"timeout_s": 500.0}, TIMEOUT),
+        ("part and crash", {}, FAILED),
+    ],
+)
+def test_bench_variant_that_does_not_come_to_its_end_keeps_what_it_measured(
+    stub, tmp_path, monkeypatch, behaviour, limits, status
+):
+    """Whatever ends a variant after its memory was measured, the memory is in the file, beside the reason."""
+    stub(plain=behaviour)
+    clock = Clock(600.0)
+    monkeypatch.setattr(bench_module, "time", clock)
+    run = bench(SPEC, options(tmp_path, "plain", **limits), progress=clock.progress)
+    assert run.variants["plain"]["status"] == status and "timing" in run.variants["plain"]["reason"]
+    assert run.variants["plain"]["measured"] == {"peak_bytes": 5_000_000}
+    assert "plain Thunder (" in results_path(SPEC, tmp_path / "out").with_suffix(".md").read_text()
+
+
+def test_bench_cut_short_is_measured_by_the_next_and_loses_no_whole_measurement(stub, tmp_path, monkeypatch):
+    """Only what was cut runs again; a cut of something measured before leaves that in the file."""
+    clock = Clock(600.0)
+    monkeypatch.setattr(bench_module, "time", clock)
+    stub(plain="part", eager="ok")
+    bench(SPEC, options(tmp_path, "eager", "plain", budget_s=500.0), progress=clock.progress)
+    stub(plain="ok", eager="part")
+    run = bench(SPEC, options(tmp_path, "eager", "plain"))
+    assert stub.started() == ["plain"] and run.variants["plain"]["status"] == OK
+    clock.late = 2000.0
+    run = bench(SPEC, options(tmp_path, "eager", again=True, budget_s=500.0), progress=clock.progress)
+    assert stub.started() == ["plain", "eager"] and run.variants["eager"]["status"] == OK
+
+
+def test_bench_killed_has_on_disk_what_was_measured(stub, tmp_path, monkeypatch):
+    """While a variant is being timed its memory is in the file already, whatever comes after."""
+    stub(plain="part")
+    clock = Clock(0.0)
+    monkeypatch.setattr(bench_module, "time", clock)
+    thread = threading.Thread(target=bench, args=(SPEC, options(tmp_path, "plain", budget_s=500.0)))
+    thread.start()
+    file, deadline = results_path(SPEC, tmp_path / "out"), time.monotonic() + 60
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    on_disk = Run.load(file).variants
+    clock.passed = 600.0
+    thread.join()
+    assert on_disk["plain"]["status"] == CUT and on_disk["plain"]["measured"] == {"peak_bytes": 5_000_000}
+
+
 def test_worker_ends_when_its_parent_is_gone(stub, tmp_path):
     """A bench that is killed leaves no process on the GPU."""
     stub(plain="hang")
@@ -197,6 +263,7 @@ def test_bench_without_gpu_refuses_with_one_line_and_exit_code_2(tmp_path, capsy
         (["qwen2.5-7b", "--variants", "fastest"], "fastest"),
         (["qwen2.5-7b", "--jobs", "0"], "jobs"),
         (["qwen2.5-7b", "--timeout", "0"], "timeout"),
+        (["qwen2.5-7b", "--budget", "-1"], "budget"),
     ],
 )
 def test_bench_wrong_usage_is_one_line_and_exit_code_2(arguments, word, tmp_path, capsys):

@@ -6,6 +6,9 @@ what it holds already is not done again:
 
     predict (no GPU needed) -> results file -> measure -> results file -> table, Markdown, picture
 
+A variant that is ended in the middle, by ``--budget``, by a signal or by a crash, leaves in the file what was measured
+by then: memory is measured before time.
+
     $ fusionfix bench qwen2.5-7b --layers 8 --hidden-size 28 --seq 4096
     $ python -m thunder_fusionfix.bench qwen2.5-7b --layers 8 --hidden-size 28 --seq 4096    # the same
 
@@ -39,6 +42,7 @@ from thunder_fusionfix.measure import STATE, WAITING, Job, now
 from thunder_fusionfix.model_names import NAMES, check_name
 from thunder_fusionfix.predict import resolved
 from thunder_fusionfix.results import (
+    CUT,
     FAILED,
     OK,
     OUT_OF_MEMORY,
@@ -70,6 +74,7 @@ class Options:
     out: Path = OUT  # a directory
     steps: int = 20  # timed steps
     timeout_s: float = 1800.0  # of one variant, waiting for the GPU not counted
+    budget_s: float = float("inf")  # of everything; what runs then is ended
     jobs: int = 1  # processes that compile at the same time; timing is always alone
     predict: bool = True
     distance: bool = True  # compare with eager float32
@@ -82,8 +87,9 @@ class Options:
         for name, least in (("steps", 1), ("jobs", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"--{name} {getattr(self, name)}: at least {least}")
-        if self.timeout_s <= 0:
-            raise UsageError(f"--timeout {self.timeout_s}: seconds, more than 0")
+        for name in ("timeout", "budget"):
+            if getattr(self, f"{name}_s") <= 0:
+                raise UsageError(f"--{name} {getattr(self, f'{name}_s')}: seconds, more than 0")
 
 
 def bench(
@@ -115,10 +121,12 @@ def bench(
         if run.spec != spec:
             raise UsageError(f"{path} is about {run.spec.title}; give another --out")
         run.command = command or run.command
-        _work(run, path, options, progress, measuring=measuring)
-        run.save(path)
-        path.with_suffix(".md").write_text(markdown(run))
-        draw(run, path.with_suffix(".png"))
+        try:
+            _work(run, path, options, progress, measuring=measuring)
+        finally:  # also where it is interrupted: what is there is shown
+            run.save(path)
+            path.with_suffix(".md").write_text(markdown(run))
+            draw(run, path.with_suffix(".png"))
     return run
 
 
@@ -176,7 +184,7 @@ def source_digest() -> str:
 
 def is_done(record: dict[str, Any] | None, variant: str, options: Options) -> bool:
     """True where the results file holds what a measurement would give again."""
-    if record is None or options.again:
+    if record is None or options.again or record.get("status") == CUT:
         return False
     if record.get("status") != OK:
         return not options.retry and record.get("source") == source_digest()
@@ -219,7 +227,10 @@ def _work(run: Run, path: Path, options: Options, progress: Progress, *, measuri
     def keep(task: _Task, record: dict[str, Any]) -> None:
         variant, record = task.job.variant, {**record, "source": source}
         if task.what == PREDICT:
-            run.predictions[variant] = {**record, "date": now()}
+            if record["status"] != CUT:
+                run.predictions[variant] = {**record, "date": now()}
+        elif record["status"] == CUT and run.variants.get(variant, {}).get("status") == OK:
+            return  # half a measurement replaces no whole one
         elif record["status"] == OUT_OF_MEMORY and options.jobs > 1 and task not in company:
             company.append(task)
             return
@@ -231,8 +242,9 @@ def _work(run: Run, path: Path, options: Options, progress: Progress, *, measuri
                 )
         run.save(path)
 
-    _run_all(tasks, options.jobs, keep, progress)
-    _run_all(tuple(company), 1, keep, progress)
+    deadline = time.monotonic() + options.budget_s
+    _run_all(tasks, options.jobs, keep, progress, deadline)
+    _run_all(tuple(company), 1, keep, progress, deadline)
 
 
 # ---------------------------------------------------------------- processes
@@ -248,7 +260,8 @@ class _Process:
     state: str = "starting"
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=200))
     used_s: float = 0.0  # waiting for the GPU not counted
-    timed_out: bool = False
+    ended_by: str = ""  # TIMEOUT or CUT, where we ended it
+    seen_ns: int = 0  # the latest part of its record that was kept
     follower: threading.Thread | None = None
 
     @property
@@ -267,6 +280,17 @@ class _Process:
             if pipe is not None:
                 pipe.close()
 
+    def new_part(self) -> dict[str, Any] | None:
+        """Its record so far, where there is more than at the last call."""
+        try:
+            written = self.out.stat().st_mtime_ns
+            if written == self.seen_ns:
+                return None
+            self.seen_ns = written
+            return json.loads(self.out.read_text())
+        except (OSError, ValueError):
+            return None
+
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.popen.pid, signal.SIGKILL)  # with the compilers' own processes; `measure.join_parent`
@@ -275,23 +299,33 @@ class _Process:
 
 
 def _run_all(
-    tasks: Sequence[_Task], workers: int, keep: Callable[[_Task, dict[str, Any]], None], progress: Progress
+    tasks: Sequence[_Task],
+    workers: int,
+    keep: Callable[[_Task, dict[str, Any]], None],
+    progress: Progress,
+    deadline: float = float("inf"),
 ) -> None:
-    """Runs the tasks in order, ``workers`` at a time, one variant's one after another; ``keep`` gets each record."""
+    """Runs the tasks in order, ``workers`` at a time, one variant's one after another; ``keep`` gets each record.
+
+    It gets the record of a process that still runs each time that the process has measured more. After ``deadline``
+    (of `time.monotonic`) nothing is started and what runs is ended.
+    """
     waiting = list(tasks)
     running: list[_Process] = []
     with tempfile.TemporaryDirectory(prefix="fusionfix-", ignore_cleanup_errors=True) as scratch:
         try:
-            while waiting or running:
+            while running or (waiting and time.monotonic() < deadline):
                 for task in _startable(waiting, running)[: workers - len(running)]:
-                    waiting.remove(task)
-                    running.append(_start(task, Path(scratch), progress))
+                    if time.monotonic() < deadline:
+                        waiting.remove(task)
+                        running.append(_start(task, Path(scratch), progress))
                 before = time.monotonic()
                 time.sleep(0.1)
                 for process in tuple(running):
                     process.used_s += time.monotonic() - before if process.state != WAITING else 0.0
-                    if process.used_s > process.task.timeout_s:
-                        process.timed_out = True
+                    over = process.used_s > process.task.timeout_s
+                    if (over or time.monotonic() > deadline) and process.popen.poll() is None:
+                        process.ended_by = TIMEOUT if over else CUT
                         process.kill()
                     if process.popen.poll() is not None:
                         running.remove(process)
@@ -299,6 +333,8 @@ def _run_all(
                         record = _record_of(process)
                         keep(process.task, record)
                         progress(process.task.job.variant, process.ended_as(record["status"]))
+                    elif (part := process.new_part()) and part["status"] == CUT:
+                        keep(process.task, part)
         finally:
             for process in running:
                 process.kill()
@@ -348,18 +384,20 @@ def _follow(process: _Process, progress: Progress) -> None:
 
 
 def _record_of(process: _Process) -> dict[str, Any]:
-    """What the process wrote; where it wrote nothing, why. A failure keeps the last lines that it printed."""
+    """What the process wrote; where it did not come to its end, why, beside what it had measured by then.
+
+    A failure keeps the last lines that it printed.
+    """
     record: dict[str, Any]
     try:
         record = json.loads(process.out.read_text())
     except (OSError, ValueError):
-        record = {"status": FAILED, "reason": _end_of(process), "date": now()}
-    if process.timed_out:
-        record = {
-            "status": TIMEOUT,
-            "reason": f"not done after {process.task.timeout_s:.0f} s, {process.doing}",
-            "date": now(),
-        }
+        record = {"status": CUT, "date": now()}
+    if process.ended_by:
+        when = f"after {process.task.timeout_s:.0f} s" if process.ended_by == TIMEOUT else "when the time was up"
+        record |= {"status": process.ended_by, "reason": f"not done {when}, {process.doing}"}
+    elif record["status"] == CUT:
+        record |= {"status": FAILED, "reason": _end_of(process)}
     if record["status"] in (FAILED, TIMEOUT):
         record["log"] = list(process.lines)[-60:]
     return record
@@ -401,6 +439,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--out", type=Path, default=OUT, help="directory of the results files")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one variant")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for everything")
     parser.add_argument(
         "--jobs", type=int, default=1, help="processes that compile side by side; timing is always alone"
     )
@@ -433,6 +472,16 @@ def command(spec: Spec, options: Options, *, measuring: bool = True, line: str =
 
 
 @contextlib.contextmanager
+def _ended_with_all_written() -> Iterator[None]:
+    """Makes SIGTERM, as `timeout` sends it, an exception, so that processes are ended and files written."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
 def _shown_progress() -> Iterator[Progress]:
     """On a terminal a line for each variant, with what it does and since when; elsewhere a line for each change."""
     if not sys.stdout.isatty():
@@ -452,7 +501,7 @@ def _shown_progress() -> Iterator[Progress]:
     )
     with Bars(*columns) as bars:
         tasks: dict[str, Any] = {}
-        ends = {OK, FAILED, OUT_OF_MEMORY, TIMEOUT, SKIPPED}
+        ends = {OK, FAILED, OUT_OF_MEMORY, TIMEOUT, SKIPPED, CUT}
 
         def progress(variant: str, state: str) -> None:
             if variant not in tasks:
@@ -473,6 +522,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             out=args.out,
             steps=args.steps,
             timeout_s=args.timeout,
+            budget_s=args.budget,
             jobs=args.jobs,
             predict=not args.no_predict,
             distance=not args.no_distance,
@@ -480,7 +530,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             retry=args.retry,
         )
         line = shlex.join(["fusionfix", "bench", *given])
-        return command(spec, options, measuring=not args.predict_only, line=line)
+        with _ended_with_all_written():
+            return command(spec, options, measuring=not args.predict_only, line=line)
     except FusionFixError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -16,6 +16,8 @@ In order, and why so:
 backward. 4. One step under the profiler: kernels by name, launches. 5. Timed steps, with CUDA events, alone on the
 machine: `GpuLock`. 6. Loss and gradients from fresh gradients, then the same in float32 without a compiler.
 
+After each of these the record is in OUT, as `CUT`: a process that is ended early leaves what it had measured by then.
+
 *Start of the backward*: from the end of the forward up to one tenth of the backward's allocations. Memory is what is
 counted here, so allocations are the clock; host time would stretch with the length of a kernel's launch.
 """
@@ -47,7 +49,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thunder_fusionfix.errors import UsageError
-from thunder_fusionfix.results import FAILED, OK, OUT_OF_MEMORY, SKIPPED, Spec
+from thunder_fusionfix.results import CUT, FAILED, OK, OUT_OF_MEMORY, SKIPPED, Spec
 from thunder_fusionfix.step import OPTIMIZERS
 from thunder_fusionfix.variants import SHARED, VARIANTS, Variant
 
@@ -251,6 +253,10 @@ class GpuLock:
         """The lock without others, likewise."""
         return self._held(fcntl.LOCK_EX, waiting)
 
+    def beside(self, name: str) -> GpuLock:
+        """Another lock of the same GPU, for what must not run twice at once."""
+        return GpuLock(self.path.with_name(f"{self.path.stem}-{name}.lock"))
+
     @contextlib.contextmanager
     def _held(self, how: int, waiting: Callable[[], None]) -> Iterator[None]:
         handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -268,8 +274,20 @@ class GpuLock:
 # ---------------------------------------------------------------- measuring
 
 
-def measure(job: Job, say: Callable[[str], None], lock: GpuLock | None = None) -> dict[str, Any]:
-    """The record of one variant: ``status``, ``measured``, ``notes`` and what it was measured with."""
+def measure(
+    job: Job,
+    say: Callable[[str], None],
+    lock: GpuLock | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda record: None,
+) -> dict[str, Any]:
+    """The record of one variant: ``status``, ``measured``, ``notes`` and what it was measured with.
+
+    Args:
+        job: what to measure.
+        say: called with each phase that begins.
+        lock: who else measures on this GPU.
+        keep: called with the record so far, as `CUT`, at the begin of each phase after the first that measured anything.
+    """
     import torch
 
     lock = lock or GpuLock()
@@ -282,36 +300,40 @@ def measure(job: Job, say: Callable[[str], None], lock: GpuLock | None = None) -
         "environment": environment(),
         "date": now(),
     }
-    phase = "building the model"
+    phase = ""
+
+    def enter(name: str) -> None:
+        nonlocal phase
+        phase = name
+        say(name)
+        if measured:
+            keep({**record, "status": CUT, "reason": f"ended while {name}"})
+
     try:
-        with lock.shared(lambda: say(WAITING)):
-            say(phase)
+        with lock.shared(lambda: enter(WAITING)):
+            enter("building the model")
             program = build(job.spec)
             call, ours = compiled(program.fn, VARIANTS[job.variant])
             kept = OPTIMIZERS[job.spec.optimizer].keeps_gradients
             step = Step(call, program, make_optimizer(job.spec.optimizer, program), kept)
-            phase = "first step"
-            say(phase)
+            enter("first step")
             measured["first_step_s"] = _first_step(step)
-            phase = "memory"
-            say(phase)
+            enter("memory")
             step.run()
             measured.update(_memory(step))
             measured["reports"] = [_report(report) for transform in ours for report in transform.reports]
-            phase = "memory history"
-            say(phase)
+            enter("memory history")
             _noted(notes, phase, lambda: measured.update(_history(step)))
-            phase = "profile"
-            say(phase)
+            enter("profile")
             _noted(notes, phase, lambda: measured.update(_profile(step)))
             torch.cuda.empty_cache()
-        with lock.alone(lambda: say(WAITING)):
-            phase = "timing"
-            say(phase)
+        with lock.alone(lambda: enter(WAITING)):
+            enter("timing")
             measured["step_ms"] = _times(step, job.steps)
-            if job.distance:
-                phase = "distance from eager float32"
-                say(phase)
+        if job.distance:
+            wide = lock.beside("float32")  # one float32 step at a time: it takes twice the memory
+            with lock.shared(lambda: enter(WAITING)), wide.alone(lambda: enter(WAITING)):
+                enter("distance from eager float32")
                 _noted(notes, phase, lambda: measured.update(_distance(step)))
     except Missing as missing:
         record.update(status=SKIPPED, reason=str(missing))
@@ -668,8 +690,12 @@ def main(argv: Sequence[str]) -> int:
     def say(state: str) -> None:
         print(f"{STATE}{state}", flush=True)
 
-    record = measure(job, say)
-    out.write_text(json.dumps(record))
+    def keep(record: Mapping[str, Any]) -> None:
+        part = out.with_suffix(".part")
+        part.write_text(json.dumps(record))
+        part.replace(out)
+
+    keep(measure(job, say, keep=keep))
     return 0
 
 

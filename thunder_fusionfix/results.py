@@ -36,6 +36,7 @@ OK = "ok"
 FAILED = "failed"
 OUT_OF_MEMORY = "out of memory"
 TIMEOUT = "timeout"
+CUT = "cut short"  # ended by the run's end or budget; what had been measured by then is in the record
 SKIPPED = "skipped"  # the variant does not exist here
 
 
