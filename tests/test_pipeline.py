@@ -15,7 +15,7 @@ from thunder.core.transform_common import Transform
 from thunder_fusionfix import _thunder, pipeline
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, VerifyError
-from thunder_fusionfix.model import Decision, NewOp, Part, Plan, RegionEdit
+from thunder_fusionfix.model import UNPACK, Decision, NewOp, Part, Plan, RegionEdit, refs
 from thunder_fusionfix.passes import PASSES, Pass
 from thunder_fusionfix.passes.unfuse_layouts import plan_unfuse_layouts
 from thunder_fusionfix.pipeline import fix_trace
@@ -294,3 +294,20 @@ def test_backward_is_priced_with_the_forward_that_saved_its_tensors():
     assert_equal(run(step, copied(args), "dataflow", fix), plain)
     backward = next(report for report in fix.reports if report.stage == "backward")
     assert {"x", "w"} <= backward.graph_before.held
+
+
+@pytest.mark.parametrize("disabled", [True, False])
+def test_backward_is_priced_with_what_the_program_and_autograd_hold(disabled):
+    """Outputs that the forward saved are alive to the end of the backward, and under ThunderFX the cotangents too."""
+
+    def step(x, w):
+        return ((x.exp() * 2) @ w).exp()
+
+    fix = FusionFixTransform(strict=True)
+    args = [torch.randn(4, 5, requires_grad=True), torch.randn(5, 3, requires_grad=True)]
+    run(step, args, "dataflow", fix, thunderfx_disable_split_autograd=disabled)
+    forward, backward = (report.graph_before for report in fix.reports)
+    given = {name for op in backward.ops if op.id == UNPACK and backward.args[1] in op.inputs for name in op.outputs}
+    outputs = {name for name in refs(forward.result[0]) if name in backward.saved and name not in forward.args}
+    assert given and outputs and outputs <= backward.held
+    assert (given <= backward.held) == disabled

@@ -219,6 +219,21 @@ def test_simulate_backward_with_its_forward_knows_a_view_of_a_parameter_for_the_
     assert simulate(graph, forward=forward).live_bytes[-1] == 2048
 
 
+def test_simulate_backward_takes_no_name_of_the_forward_for_a_saved_one() -> None:
+    """Both traces may call different tensors alike: a view of a parameter in the forward holds nothing made in the backward."""
+    build = GraphBuilder("forward")
+    w = build.arg("w", (2, 128))
+    build.op("torch.permute", w, (1, 0), out="t", shape=(128, 2))
+    forward = build.returns((w,), ((w,), ()))
+    back = GraphBuilder("backward")
+    back.collection("saved_for_backward", back.value("w", (2, 128)), arg=True)
+    back.op("torch.exp", Ref("w"), out="t", shape=KIB)
+    a = back.op("torch.sum", Ref("t"), out="a", shape=())
+    graph = back.delete(Ref("t")).returns(a, held=("w",))
+    assert simulate(graph, forward=forward).live_bytes == simulate(graph).live_bytes
+    assert simulate(graph, forward=forward).live_bytes[-1] == 1024 + 512
+
+
 def test_start_of_backward_peak_is_over_the_first_tenth() -> None:
     """Of 20 ops that compute the first two count, of fewer than ten the first; views before them do not count."""
     build = GraphBuilder()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.devices import CONTEXT_BYTES, DEVICES, find, fits
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Graph, Op, Ref, Struct, Value
-from thunder_fusionfix.step import StepPart, simulate_step
+from thunder_fusionfix.step import StepPart, held_in_a_step, simulate_step
 
 KB = 4096  # bytes of every tensor below: f32[1024]
 
@@ -201,3 +202,12 @@ def test_device_unknown_name_lists_the_known():
     """A wrong --device says what there is."""
     with pytest.raises(UsageError, match="h100-80gb"):
         find("h1000")
+
+
+def test_held_in_a_step_are_saved_outputs_and_cotangents_of_thunderfx() -> None:
+    """What the program has in its hands while the backward runs is not freed by it; nothing else that was saved is held."""
+    ops = [Op("torch.mul", r("w", "x"), Ref("a")), Op("torch.exp", r("a"), Ref("h"))]
+    fore = forward("w x", ops, "h", "w a h", "w x a h")
+    back = backward("w a h", "g", [Op("torch.mul", r("a", "h"), Ref("gw"))], ("gw", None), "w a h g gw")
+    assert held_in_a_step(back, fore, aliases(fore), split_autograd=True).held == {"h"}
+    assert held_in_a_step(back, fore, aliases(fore)).held == {"h", "g"}

@@ -13,7 +13,13 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from thunder_fusionfix._thunder import TraceCtx, TraceTag, untested_versions, warn_untested_versions
+from thunder_fusionfix._thunder import (
+    TraceCtx,
+    TraceTag,
+    get_compile_data,
+    untested_versions,
+    warn_untested_versions,
+)
 from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.edit import apply_plan
@@ -23,6 +29,7 @@ from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Graph, Plan, Report
 from thunder_fusionfix.passes import PASSES, Pass
 from thunder_fusionfix.read import example_strides, forward_trace, read
+from thunder_fusionfix.step import held_in_a_step
 from thunder_fusionfix.verify import verify
 
 _warned: set[str] = set()  # messages that this process has shown
@@ -63,7 +70,10 @@ def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
     saved = aliases(forward) if forward is not None else None
 
     def facts_of(some_trace: TraceCtx) -> Facts:
-        return Facts(read(some_trace, strides=strides, held=held), config, saved)
+        graph = read(some_trace, strides=strides, held=held)
+        if forward is not None and saved is not None:
+            graph = held_in_a_step(graph, forward, saved, split_autograd=_autograd_is_split())
+        return Facts(graph, config, saved)
 
     state = _State(trace, facts_of(trace))
     first = state.facts
@@ -134,6 +144,12 @@ def _forward_graph(trace: TraceCtx) -> Graph | None:
         return None
     forward = forward_trace()
     return None if forward is None else read(forward, strides=example_strides())
+
+
+def _autograd_is_split() -> bool:
+    """False where Thunder's autograd function holds the cotangents until the backward returns, as under ThunderFX."""
+    data = get_compile_data()
+    return data is None or not data.compile_options.get("thunderfx_disable_split_autograd", False)
 
 
 def _why_not(before: Facts, after: Facts) -> str | None:

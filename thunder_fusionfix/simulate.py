@@ -147,7 +147,8 @@ class Prices:
         if shared is None:
             return self.graph.held
         owned = {shared.storage_of[name] for name in self.graph.held if name in shared.storage_of}
-        return [*self.graph.held, *(name for id in owned for name in shared.storages[id].names)]
+        # by the saved names alone: others of the forward's may stand for something else here
+        return [*self.graph.held, *(name for name in self.graph.saved if shared.storage_of.get(name) in owned)]
 
     def _size(self, id: int) -> int:
         storage = self.aliases.storages[id]

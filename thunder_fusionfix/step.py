@@ -44,6 +44,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from thunder_fusionfix.alias import Aliases
 from thunder_fusionfix.devices import DEFAULT, find
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
@@ -457,6 +458,26 @@ class _Step:
         backwards = [phase for phase in self.phases if phase.name.startswith("backward")]
         live = [phase.live_bytes[pos] for phase in backwards for pos in phase.calls]
         return max(live[: max(1, -(-len(live) // 10))], default=0)
+
+
+# ---------------------------------------------------------------- what one part alone has to know
+
+
+def held_in_a_step(backward: Graph, forward: Graph, shared: Aliases, *, split_autograd: bool = False) -> Graph:
+    """``backward`` with all in `Graph.held` that outlives it in a step: an order that counts on its end gains nothing.
+
+    A program mostly has the forward's outputs in its hands while the backward runs, as logits beside a loss.
+
+    Args:
+        backward: as `read` gives it, with the forward's arguments in ``held``.
+        forward: of the same part.
+        shared: its aliases.
+        split_autograd: as for `simulate_step`.
+    """
+    outputs = {shared.storage_of[name] for name in _outputs_of(forward)}
+    saved = (name for name in backward.saved if shared.storage_of.get(name) in outputs)
+    graph = replace(backward, held=backward.held.union(saved))
+    return graph if split_autograd else hold_cotangents(graph)
 
 
 # ---------------------------------------------------------------- reading a part's Graphs
