@@ -1,10 +1,13 @@
 """Measures the first step of a training run on a GPU, and where its time goes, with and without sharing of equal fusions.
 
-    python benchmarks/first_step.py [--out first_step.json] [--layers 2 8] [--variants shared plain] [--budget 560]
+    python benchmarks/first_step.py [--out first_step.json] [--layers 2 8] [--variants shared plain] [--budget 560] [--jobs 1]
 
 The model is Qwen2.5-7B with hidden size 28, bf16, one sequence of 4096 tokens, random weights: the model of the report that
 this project began with. Every variant runs in a process of its own, in the order given, small models first; what does not
 fit into the budget (seconds) is left out and said so, and what was measured is printed and written after every run.
+
+``--jobs 4`` runs so many side by side, large models first. First steps compete for the processor then, all of them alike,
+and steady steps are not timed; memory and results are as before.
 
 Variants: `plain` (sharing off), `shared` (by the compile option alone), `fusionfix` (with the transform), `torch.compile`,
 and `plain+db` and `shared+db`, which add nvFuser's option "kernel_db": compiled kernels are kept in the folder
@@ -41,6 +44,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +53,7 @@ PHASES = ("dynamo", "splitter", "tracing", "passes", "keys", "definitions", "nvF
 MARK = "RESULT "
 WARM_UP_STEPS = 3
 TIMED_STEPS = 15
+LEAST_S = 20.0  # nothing is started with less time left
 ROOT = Path(__file__).resolve().parent.parent  # runs from a checkout, installed or not
 
 # ---------------------------------------------------------------- one variant, in a process of its own
@@ -232,20 +237,25 @@ def run_variant(args: argparse.Namespace) -> dict[str, Any]:
             if parameter.grad is not None and ("embed" in name or name.endswith(("down_proj.weight", "q_proj.weight")))
         },
         "versions": {"torch": torch.__version__, "thunder": thunder.__version__},
+        "gpu": torch.cuda.get_device_name() if is_cuda else None,
+        "side_by_side": args.jobs,
+        "step_ms": None,
     }
+    print(MARK + json.dumps({**result, "step_ms": None, "peak_mb": None}), flush=True)  # stands where the rest is cut
     for _ in range(WARM_UP_STEPS):
         step()
     synchronize()
     times = []
     if is_cuda:
         torch.cuda.reset_peak_memory_stats()
-    for _ in range(TIMED_STEPS if is_cuda else 2):
+    for _ in range((TIMED_STEPS if is_cuda else 2) if args.jobs == 1 else 1):
         start = time.perf_counter()
         step()
         synchronize()
         times.append(1000 * (time.perf_counter() - start))
-    result["step_ms"] = statistics.median(times)
-    result["step_ms_all"] = times
+    if args.jobs == 1:
+        result["step_ms"] = statistics.median(times)
+        result["step_ms_all"] = times
     result["peak_mb"] = torch.cuda.max_memory_allocated() / 1e6 if is_cuda else 0.0
     return result
 
@@ -262,38 +272,58 @@ def thunder_compile_seconds(compiler: Any) -> float:
     return seconds
 
 
-# ---------------------------------------------------------------- all variants, one after another
+# ---------------------------------------------------------------- all variants
 
 
 def run_apart(args: argparse.Namespace, variant: str, layers: int, seconds: float) -> dict[str, Any]:
-    """The result of one variant from a fresh process, or what went wrong."""
+    """The result of one variant from a fresh process, or what went wrong; what was measured before it did is kept."""
     command = [sys.executable, __file__, "--one-variant", variant, "--one-layers", str(layers)]
-    for name in ("seq", "vocab", "mlp", "device"):
+    for name in ("seq", "vocab", "mlp", "device", "jobs"):
         command += [f"--{name}", str(getattr(args, name))]
-    failed: dict[str, Any] = {"variant": variant, "layers": layers}
     # A cache of Inductor's from an earlier run would hide what a first step costs.
-    with tempfile.TemporaryDirectory() as cache:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "PYTHONPATH": path}
-        # A process group of its own: Inductor's workers end with it.
+        lives, ours = os.pipe()  # closed when we end: the child ends then (`join_parent`)
         child = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-            start_new_session=True,
+            command, stdin=lives, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
         )
+        os.close(lives)
+        ended = ""
         try:
-            out, err = child.communicate(timeout=seconds)
+            out, err = child.communicate(timeout=max(1.0, seconds))
         except subprocess.TimeoutExpired:
-            os.killpg(child.pid, signal.SIGKILL)
-            child.communicate()
-            return {**failed, "error": f"not done after {seconds:.0f} s"}
+            ended = f"not done after {seconds:.0f} s"
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)  # with Inductor's workers
+            child.kill()
+            out, err = child.communicate()
+        finally:
+            os.close(ours)
+    found: dict[str, Any] = {"variant": variant, "layers": layers}
     for line in out.splitlines():
         if line.startswith(MARK):
-            return json.loads(line[len(MARK) :])
-    return {**failed, "error": f"exit {child.returncode}: " + (err or out)[-2000:]}
+            found = json.loads(line[len(MARK) :])
+    if child.returncode and not ended:
+        ended = f"exit {child.returncode}: " + (err or out)[-2000:]
+    return {**found, "error": ended} if ended else found
+
+
+def run_all(args: argparse.Namespace, keep: Callable[[dict[str, Any]], None]) -> None:
+    """Runs every variant with every number of layers, ``args.jobs`` at a time; ``keep`` gets each result as it comes."""
+    deadline = time.monotonic() + args.budget
+    layers = sorted(args.layers, reverse=args.jobs > 1)
+
+    def run_one(job: tuple[int, str]) -> dict[str, Any]:
+        left = deadline - time.monotonic()
+        if left < LEAST_S:
+            return {"variant": job[1], "layers": job[0], "error": "left out: the budget is spent"}
+        return run_apart(args, job[1], job[0], left)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        runs = [pool.submit(run_one, (many, variant)) for many in layers for variant in args.variants]
+        for run in as_completed(runs):
+            keep(run.result())
 
 
 def table(results: list[dict[str, Any]]) -> str:
@@ -301,13 +331,20 @@ def table(results: list[dict[str, Any]]) -> str:
     lines[0] += "  | " + "".join(f"{phase:>12}" for phase in PHASES)
     for result in results:
         head = f"{result['variant']:<14}{result['layers']:>6}"
-        if "error" in result:
+        if "first_step_s" not in result:
             lines.append(head + "  " + result["error"].strip().splitlines()[-1][:160])
             continue
         shared = [f"{fusions} of {regions}" for regions, fusions in result["sharing"].values()] + ["", ""]
         lines.append(
             head
-            + f"{result['first_step_s']:>9.1f}{result['step_ms']:>9.2f}{result['peak_mb']:>10.0f}"
+            + "".join(
+                f"{'-' if value is None else format(value, f'.{digits}f'):>{width}}"
+                for value, digits, width in (
+                    (result["first_step_s"], 1, 9),
+                    (result["step_ms"], 2, 9),
+                    (result["peak_mb"], 0, 10),
+                )
+            )
             + f"{shared[0]:>10}{shared[1]:>10}  | "
             + "".join(f"{result['profile_s'][phase]:>12.2f}" for phase in PHASES)
         )
@@ -316,7 +353,7 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def comparison(results: list[dict[str, Any]]) -> list[str]:
     """Each variant against plain with as many layers, and what the layers between the smallest and the largest cost."""
-    good = {(result["variant"], result["layers"]): result for result in results if "error" not in result}
+    good = {(result["variant"], result["layers"]): result for result in results if "first_step_s" in result}
     lines = []
     for (variant, layers), result in good.items():
         plain = good.get(("plain", layers))
@@ -325,7 +362,7 @@ def comparison(results: list[dict[str, Any]]) -> list[str]:
         ratios = ", ".join(
             f"{what} x {result[name] / plain[name]:.3f}"
             for what, name in (("first step", "first_step_s"), ("step", "step_ms"), ("peak", "peak_mb"))
-            if plain[name]
+            if plain[name] and result[name]
         )
         worst = max(
             (abs(norm - plain["grad_norms"][name]) / max(norm, 1e-30) for name, norm in result["grad_norms"].items()),
@@ -355,6 +392,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["shared", "plain"])
     parser.add_argument("--budget", type=float, default=560, help="seconds for everything")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side; steady steps are not timed then")
     parser.add_argument("--seq", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=152064)
     parser.add_argument("--mlp", type=int, default=18944, help="width of the MLP")
@@ -365,24 +403,23 @@ def main() -> int:
     parser.add_argument("--one-layers", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one_variant:
-        print(MARK + json.dumps(run_variant(args)), flush=True)
-        return 0
+        from thunder_fusionfix.measure import join_parent
 
-    deadline = time.monotonic() + args.budget
-    results: list[dict[str, Any]] = []
-    for layers in args.layers:
-        for variant in args.variants:
-            left = deadline - time.monotonic()
-            if left < 20:
-                results.append({"variant": variant, "layers": layers, "error": "left out: the budget is spent"})
-                continue
-            results.append(run_apart(args, variant, layers, left))
-            print(table(results), *comparison(results), sep="\n", end="\n\n", flush=True)
-            if args.out:
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                args.out.write_text(json.dumps(results, indent=1) + "\n")
-    if args.out:
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        join_parent()
+        print(MARK + json.dumps(run_variant(args)), flush=True)
+        os._exit(0)  # compilers' worker processes and threads would take seconds to end
+
+    from table_file import table_file
+
+    with table_file(args.out, "first_step") as file:
+
+        def keep(result: dict[str, Any]) -> None:
+            file.add(result, shown=False)
+            file.rows.sort(key=lambda row: (row["layers"], args.variants.index(row["variant"])))
+            print(table(file.rows), *comparison(file.rows), sep="\n", end="\n\n", flush=True)
+
+        run_all(args, keep)
+    results = file.rows
     errors = [result for result in results if "error" in result]
     for result in errors:
         print(f"--- {result['variant']}, {result['layers']} layers:\n{result['error']}")

@@ -42,10 +42,11 @@ class TableFile:
             **environment(),
         }
 
-    def add(self, row: dict[str, Any]) -> None:
-        """Prints ``row`` as one line of JSON and writes the file."""
+    def add(self, row: dict[str, Any], *, shown: bool = True) -> None:
+        """Prints ``row`` as one line of JSON, if ``shown``, and writes the file."""
         self.rows.append(row)
-        print(json.dumps(row), flush=True)
+        if shown:
+            print(json.dumps(row), flush=True)
         self.write(is_complete=False)
 
     def write(self, *, is_complete: bool) -> None:

@@ -1,0 +1,361 @@
+"""Measures everything that README and docs/ show, on one GPU, in calls of a few minutes each.
+
+    python benchmarks/run_all.py --dry-run              # what would run, in which call, and for how long
+    python benchmarks/run_all.py --minutes 9            # again and again until it says that nothing is left
+    python benchmarks/run_all.py --predict              # the predictions alone; needs no GPU
+
+Steps stand in the order of their value, in batches: the steps of a batch run side by side, compile side by side, and time one
+after another (`measure.GpuLock`). A call takes the first batch that fits into the minutes that are left, then the next one that
+fits. What has its result under ``--out`` is not run again; a step that fails or takes too long is reported and stops nothing
+else. A new results file takes its predictions from docs/results, where ``--predict`` wrote them before there was a measurement;
+measurements are never taken from there, so that all that is compared comes from one run.
+
+Under ``--out`` lie results/ (of `fusionfix bench`), benchmarks/ (of the scripts here) and logs/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from thunder_fusionfix.bench import Options, is_done, results_path, source_digest
+from thunder_fusionfix.models import MODELS
+from thunder_fusionfix.results import OK, Run, Spec
+from thunder_fusionfix.variants import DEFAULT, VARIANTS
+
+ROOT = Path(__file__).resolve().parent.parent
+START_S = 15.0  # a process imports torch, Thunder and nvFuser
+LAST_S = 10.0  # of a call, to write down what is there
+OPTIMIZER = "keep-gradients"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One command. Times are estimates on an H200 with 16 cores, in seconds."""
+
+    name: str
+    beside_s: float  # while others may run: compilation, memory
+    alone_s: float  # while nobody else may: timing
+    limit_s: float  # it is ended after this
+    script: tuple[str, ...] = ()  # of benchmarks/, with its arguments
+    spec: Spec | None = None  # of `fusionfix bench`
+    variants: tuple[str, ...] = ()
+
+    def command(self, out: Path, seconds: float, *, predict: bool = False, retry: bool = False) -> list[str]:
+        """What to start, with ``seconds`` to run."""
+        if self.spec is None:
+            name, *arguments = self.script
+            timed = ["--budget", f"{seconds:.0f}"] if name == "first_step" else []
+            return [f"benchmarks/{name}.py", *arguments, *timed, "--out", str(self.file(out))]
+        sizes = {"layers": self.spec.layers, "hidden-size": self.spec.hidden_size}
+        line = ["-m", "thunder_fusionfix.bench", self.spec.model, "--optimizer", self.spec.optimizer]
+        line += [word for name, size in sizes.items() if size is not None for word in (f"--{name}", str(size))]
+        line += ["--variants", ",".join(self.variants), "--out", str(out / "results")]
+        if predict:
+            return [*line, "--predict-only"]
+        line += ["--jobs", str(len(self.variants)), "--no-predict", "--steps", "10", "--budget", f"{seconds:.0f}"]
+        return [*line, "--timeout", f"{self.limit_s:.0f}", *(["--retry"] if retry else [])]
+
+    def file(self, out: Path) -> Path:
+        """The results file."""
+        return (
+            out / "benchmarks" / f"{self.script[0]}.json"
+            if self.spec is None
+            else results_path(self.spec, out / "results")
+        )
+
+    def state(self, out: Path, *, retry: bool = False) -> tuple[bool, str]:
+        """Whether nothing is left to do, and what there is, in words."""
+        file = self.file(out)
+        if not file.exists():
+            return False, "not measured"
+        if self.spec is None:
+            found = json.loads(file.read_text())
+            failed = sum("error" in row for row in found["rows"])
+            words = f"{len(found['rows'])} rows" + (f", {failed} of them failed" if failed else "")
+            return found["is_complete"] and found["source"] == source_digest() and not (retry and failed), words
+        run, options = Run.load(file), Options(self.variants, retry=retry)
+        status = {name: run.variants.get(name, {}).get("status", "not measured") for name in self.variants}
+        good = sum(value == OK for value in status.values())
+        others = ", ".join(f"{name} {value}" for name, value in status.items() if value != OK)
+        done = all(is_done(run.variants.get(name), name, options) for name in self.variants)
+        return done, f"{good} of {len(status)} variants" + (f"; {others}" if others else "")
+
+
+def _bench(
+    name: str, model: str, variants: Sequence[str], beside_s: float, alone_s: float, limit_s: float, **sizes: int
+) -> Step:
+    spec = Spec(model, **{**asdict(MODELS[model].sizes), **sizes}, optimizer=OPTIMIZER)
+    return Step(name, beside_s, alone_s, limit_s, spec=spec, variants=tuple(variants))
+
+
+def batches() -> tuple[tuple[Step, ...], ...]:
+    """All steps, the most valuable first. A batch fits on 16 cores and, at its largest, into 140 GB of GPU memory."""
+    all_ways = DEFAULT
+    return (
+        (
+            Step("loss", 110, 15, 240, script=("loss",)),
+            Step("linear layers", 60, 15, 240, script=("linear_table", "--calls", "20")),
+            Step("towers", 60, 20, 240, script=("towers", "--steps", "8")),
+            Step("checkpointed blocks", 120, 5, 240, script=("checkpointed_blocks", "--steps", "5")),
+        ),
+        (_bench("8 layers, hidden 28", "qwen2.5-7b", all_ways, 180, 40, 420, layers=8, hidden_size=28),),
+        (
+            _bench(
+                "4 layers, real width",
+                "qwen2.5-7b",
+                ("plain", "torch-compile", "eager", "transform", "both"),
+                130,
+                35,
+                420,
+                layers=4,
+            ),
+            _bench("gpt2", "gpt2", all_ways, 70, 15, 300, layers=2),
+        ),
+        (
+            _bench("llama", "llama-3.2-1b", all_ways, 70, 20, 300, layers=2),
+            _bench("mixtral", "mixtral-small", all_ways, 70, 15, 300, layers=2),
+        ),
+        (
+            _bench("gpt-neox", "gpt-neox", all_ways, 70, 15, 300, layers=2),
+            _bench("vit", "vit", all_ways, 70, 15, 300, layers=2),
+        ),
+        (
+            _bench("28 layers", "qwen2.5-7b", ("plain-shared", "both"), 230, 25, 510, layers=28, hidden_size=28),
+            _bench("12 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 200, 5, 510, layers=12, hidden_size=28),
+            _bench("4 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 80, 5, 300, layers=4, hidden_size=28),
+        ),
+        (
+            Step("first step", 190, 0, 400, script=("first_step", "--jobs", "4")),
+            _bench(
+                "28 layers, torchcompile",
+                "qwen2.5-7b",
+                ("torchcompile-shared",),
+                300,
+                10,
+                510,
+                layers=28,
+                hidden_size=28,
+            ),
+        ),
+    )
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def estimate_s(batch: Sequence[Step]) -> float:
+    """Seconds of a batch."""
+    return START_S + max(step.beside_s for step in batch) + sum(step.alone_s for step in batch)
+
+
+def next_batch(left: Sequence[Sequence[Step]], seconds: float) -> Sequence[Step] | None:
+    """The first batch with something left that fits; None where none does."""
+    return next((batch for batch in left if batch and estimate_s(batch) <= seconds - LAST_S), None)
+
+
+def calls(left: Sequence[Sequence[Step]], minutes: float) -> Iterator[list[Sequence[Step]]]:
+    """The batches of each call of so many minutes, by estimate; what fits into no call is left out."""
+    waiting = [batch for batch in left if batch]
+    while waiting:
+        seconds, taken = 60 * minutes, list[Sequence[Step]]()
+        while batch := next_batch(waiting, seconds):
+            waiting.remove(batch)
+            taken.append(batch)
+            seconds -= estimate_s(batch)
+        if not taken:
+            return
+        yield taken
+
+
+def plan_text(left: Sequence[Sequence[Step]], minutes: float, out: Path) -> str:
+    """The plan for people."""
+    lines, planned = [], list[Step]()
+    for number, taken in enumerate(calls(left, minutes), 1):
+        lines.append(f"call {number}: {sum(map(estimate_s, taken)) / 60:.1f} of {minutes:g} minutes")
+        for batch in taken:
+            lines.append(f"  {estimate_s(batch):4.0f} s  " + "  |  ".join(step.name for step in batch))
+            lines += [f"          python {' '.join(step.command(out, step.limit_s))}" for step in batch]
+            planned += batch
+    beyond = [step.name for batch in left for step in batch if step not in planned]
+    lines += [f"in no call of {minutes:g} minutes: {', '.join(beyond)}"] if beyond else []
+    return "\n".join(lines or ["nothing is left"])
+
+
+# ---------------------------------------------------------------- running
+
+
+@dataclass
+class Running:
+    """A step that runs."""
+
+    step: Step
+    popen: subprocess.Popen[bytes]
+    started: float
+    seconds: float  # after which it is ended
+    ended_by_us: bool = False
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.started
+
+    def end_if_late(self) -> None:
+        """First a signal on which it writes what it has, then the end of its group."""
+        if self.age > self.seconds and not self.ended_by_us:
+            self.ended_by_us = True
+            self.popen.terminate()
+        elif self.age > self.seconds + LAST_S / 2:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.popen.pid, signal.SIGKILL)
+
+
+def run_batch(
+    batch: Sequence[Step],
+    out: Path,
+    seconds: float,
+    say: Callable[[str], None],
+    command: Callable[[Step, float], list[str]],
+) -> dict[str, str]:
+    """Runs the steps side by side for at most ``seconds``; by name how each ended where it did not end well."""
+    logs, ends = out / "logs", dict[str, str]()
+    logs.mkdir(parents=True, exist_ok=True)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    running = []
+    for step in batch:
+        given = min(step.limit_s, seconds)
+        step.file(out).parent.mkdir(parents=True, exist_ok=True)
+        with open(logs / f"{step.name.replace(' ', '-').replace(',', '')}.log", "wb") as log:
+            popen = subprocess.Popen(
+                [sys.executable, *command(step, given - LAST_S / 2)],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                start_new_session=True,
+            )
+        running.append(Running(step, popen, time.monotonic(), given))
+    try:
+        while running:
+            time.sleep(0.1)
+            for one in tuple(running):
+                one.end_if_late()
+                code = one.popen.poll()
+                if code is None:
+                    continue
+                running.remove(one)
+                ends[one.step.name] = "took too long" if one.ended_by_us else "" if code == 0 else f"exit {code}"
+                say(f"{one.step.name}: {ends[one.step.name] or 'done'} after {one.age:.0f} s")
+    finally:
+        for one in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.popen.pid, signal.SIGKILL)
+    return {name: how for name, how in ends.items() if how}
+
+
+def seed(step: Step, out: Path, docs: Path) -> None:
+    """Gives a new results file the predictions that were made before, and no measurement."""
+    if step.spec is None or step.file(out).exists() or not step.file(docs).exists():
+        return
+    run = Run.load(step.file(docs))
+    Run(run.spec, run.command, run.started, {}, run.predictions).save(step.file(out))
+
+
+def run_all(
+    everything: Sequence[Sequence[Step]],
+    out: Path,
+    minutes: float,
+    say: Callable[[str], None],
+    *,
+    docs: Path = ROOT / "docs",
+    retry: bool = False,
+) -> dict[str, str]:
+    """Runs what is left, batch by batch, while the time lasts; by name what did not end well in this call."""
+    deadline = time.monotonic() + 60 * minutes
+    ends: dict[str, str] = {}
+    tried: set[str] = set()
+    while True:
+        left = [
+            [step for step in batch if step.name not in tried and not step.state(out, retry=retry)[0]]
+            for batch in everything
+        ]
+        seconds = deadline - time.monotonic()
+        batch = next_batch(left, seconds)
+        if batch is None:
+            return ends
+        tried |= {step.name for step in batch}
+        say(f"{' | '.join(step.name for step in batch)}: about {estimate_s(batch):.0f} s of {seconds:.0f}")
+        for step in batch:
+            seed(step, out, docs)
+        ends |= run_batch(batch, out, seconds - LAST_S, say, lambda step, given: step.command(out, given, retry=retry))
+
+
+def predict_all(everything: Sequence[Sequence[Step]], out: Path, say: Callable[[str], None]) -> dict[str, str]:
+    """Writes the predictions of all models, one after another."""
+    ends: dict[str, str] = {}
+    for step in (step for batch in everything for step in batch if step.spec is not None):
+        if any(VARIANTS[name].executors is not None for name in step.variants):
+            ends |= run_batch([step], out, 3600, say, lambda step, given: step.command(out, given, predict=True))
+    return ends
+
+
+def table(everything: Sequence[Sequence[Step]], out: Path, ends: dict[str, str]) -> str:
+    """What there is of each step."""
+    steps = [step for batch in everything for step in batch]
+    width = max(len(step.name) for step in steps) + 2
+    lines = [f"{'step':{width}}{'done':6}what there is"]
+    for step in steps:
+        done, words = step.state(out)
+        why = f" ({ends[step.name]}, see logs/)" if step.name in ends else ""
+        lines.append(f"{step.name:{width}}{'yes' if done else 'no':6}{words}{why}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; 0 where nothing is left, 1 where something is."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
+    parser.add_argument("--out", type=Path, default=ROOT / "fusionfix-out" / "all")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
+    parser.add_argument("--retry", action="store_true", help="run also what failed before")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
+    parser.add_argument(
+        "--predict", action="store_true", help="write predictions to docs/results and end; needs no GPU"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget what lies under --out")
+    args = parser.parse_args(argv)
+    everything = batches()
+    names = [step.name for batch in everything for step in batch]
+    if unknown := set(args.only or ()) - set(names):
+        parser.error(f"--only {', '.join(sorted(unknown))}: there are {', '.join(names)}")
+    everything = tuple(tuple(step for step in batch if step.name in (args.only or names)) for batch in everything)
+    everything = tuple(filter(None, everything))
+    start, out = time.monotonic(), args.out.resolve()
+
+    def say(words: str) -> None:
+        print(f"[{time.monotonic() - start:5.0f} s] {words}", flush=True)
+
+    if args.predict:
+        return 1 if predict_all(everything, ROOT / "docs", say) else 0
+    if args.fresh and not args.dry_run:
+        shutil.rmtree(out, ignore_errors=True)
+    left = [[step for step in batch if not step.state(out, retry=args.retry)[0]] for batch in everything]
+    print(plan_text(left, args.minutes, out), flush=True)
+    if args.dry_run:
+        return 0
+    ends = run_all(everything, out, args.minutes, say, retry=args.retry)
+    print("", table(everything, out, ends), sep="\n")
+    return 0 if all(step.state(out)[0] for batch in everything for step in batch) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

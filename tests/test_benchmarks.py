@@ -1,0 +1,253 @@
+"""The scripts in benchmarks/: what they decide without a GPU, and that one command starts each of them rightly."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import first_step
+import linear_table
+import pytest
+import results_table
+import run_all
+import torch
+import torch.nn.functional as F
+from run_all import Step, calls, estimate_s, plan_text
+from table_file import table_file
+
+from thunder_fusionfix import bench
+from thunder_fusionfix.results import CUT, OK, Run, Spec
+from thunder_fusionfix.variants import find
+
+ROOT = Path(__file__).parent.parent
+
+# ---------------------------------------------------------------- run_all
+
+
+def step(name: str, seconds: float = 10.0, code: str = "", limit_s: float = 60.0) -> Step:
+    """A step that runs ``code``, which finds the results file as ``out``."""
+    return Step(name, seconds, 0.0, limit_s, script=(name, code))
+
+
+WRITE = 'open(out, "w").write(json.dumps({"rows": [{}], "is_complete": True, "source": source}))'
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Runs batches of such steps; gives what did not end well, and keeps what was said in ``run.said``."""
+    monkeypatch.setattr(run_all, "source_digest", lambda: "s")
+    monkeypatch.setattr(run_all, "LAST_S", 0.2)
+
+    def command(self: Step, out: Path, seconds: float, *, retry: bool = False) -> list[str]:
+        start = f"import json, sys, time; out, source = {str(self.file(out))!r}, 's'; "
+        return ["-c", start + self.script[1]]
+
+    monkeypatch.setattr(Step, "command", command)
+
+    def go(*batches: tuple[Step, ...], minutes: float = 5.0, **options: bool) -> dict[str, str]:
+        go.said = []
+        return run_all.run_all(batches, tmp_path, minutes, go.said.append, docs=tmp_path / "none", **options)
+
+    return go
+
+
+def test_run_all_a_step_that_fails_or_hangs_stops_no_other(run, tmp_path):
+    """Each end is told, and the batch after them runs."""
+    bad, hangs = step("bad", code="sys.exit(3)"), step("hangs", code="time.sleep(60)", limit_s=1.0)
+    good = step("good", code=WRITE)
+    start = time.monotonic()
+    assert run((bad, hangs), (good,)) == {"bad": "exit 3", "hangs": "took too long"}
+    assert good.state(tmp_path) == (True, "1 rows") and not bad.state(tmp_path)[0]
+    assert "exit 3" in run_all.table([(bad, hangs), (good,)], tmp_path, {"bad": "exit 3"})
+    assert time.monotonic() - start < 40
+
+
+def test_run_all_again_runs_only_what_has_no_result(run, tmp_path):
+    """A second call skips what is done; another source, or an incomplete file, is not done."""
+    one, other = step("one", code=WRITE), step("other", code="pass")
+    run((one, other))
+    run((one, other))
+    assert [words.split(":")[0] for words in run.said] == ["other", "other"]
+    file = one.file(tmp_path)
+    for change in ({"source": "t"}, {"is_complete": False}):
+        file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+        assert not one.state(tmp_path)[0]
+
+
+def test_run_all_takes_the_first_batch_that_fits(run, tmp_path):
+    """What is too long for the minutes that are left waits for another call; what is shorter goes first."""
+    long, short = step("long", 400.0, WRITE), step("short", 100.0, WRITE)
+    run((long,), (short,), minutes=3.0)
+    assert not long.state(tmp_path)[0] and short.state(tmp_path)[0]
+
+
+def test_calls_cover_all_batches_and_keep_to_the_minutes():
+    """The plan says what runs in which call; what fits into none is said."""
+    batches = [(step("a", 300.0), step("b", 200.0)), (step("c", 150.0),), (step("d", 900.0),), (step("e", 250.0),)]
+    planned = list(calls(batches, 9.0))
+    assert [[one.name for batch in taken for one in batch] for taken in planned] == [["a", "b", "c"], ["e"]]
+    assert all(sum(map(estimate_s, taken)) <= 9 * 60 for taken in planned)
+    text = plan_text(batches, 9.0, Path("out"))
+    assert "call 2" in text and "in no call of 9 minutes: d" in text
+    assert plan_text([], 9.0, Path("out")) == "nothing is left"
+
+
+def test_run_all_every_batch_fits_into_one_call():
+    """No step of the real plan needs more than the ten minutes that a call may take."""
+    real = run_all.batches()
+    assert sum(map(len, calls(real, 9.0))) == len(real)
+    names = [one.name for batch in real for one in batch]
+    assert len(names) == len(set(names))
+
+
+@pytest.mark.parametrize("step", [one for batch in run_all.batches() for one in batch], ids=lambda step: step.name)
+def test_run_all_starts_commands_that_exist(step, tmp_path):
+    """Every command of the plan is one that its program understands."""
+    command = step.command(tmp_path, 100.0)
+    if step.spec is None:
+        source = (ROOT / command[0]).read_text()
+        assert all(f'"{word}"' in source for word in command if word.startswith("--"))
+        return
+    args = bench.parser().parse_args(command[2:])
+    assert all(find(name) for name in args.variants.split(",")) and args.no_predict
+    assert bench.parser().parse_args(step.command(tmp_path, 1.0, predict=True)[2:]).predict_only
+
+
+def test_run_all_a_new_file_has_the_predictions_and_no_measurement(tmp_path):
+    """What was predicted before stands before the measurement; what was measured elsewhere is not compared with."""
+    one = next(one for batch in run_all.batches() for one in batch if one.spec)
+    old = Run(one.spec, "c", "2026-01-01", {"plain": {"status": OK}}, {"plain": {"peak_bytes": 1}})
+    old.save(one.file(tmp_path / "docs"))
+    run_all.seed(one, tmp_path / "out", tmp_path / "docs")
+    seeded = Run.load(one.file(tmp_path / "out"))
+    assert seeded.predictions == old.predictions and not seeded.variants
+    assert one.state(tmp_path / "out")[0] is False
+
+
+def test_run_all_wrong_step_is_named(capsys):
+    """A step that does not exist is named, with those that do."""
+    with pytest.raises(SystemExit):
+        run_all.main(["--only", "nothing"])
+    assert "nothing" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------- rows on disk
+
+
+def test_table_file_has_each_row_at_once_and_is_complete_only_at_its_end(tmp_path, capsys):
+    """A run that is cut leaves its rows and does not look complete."""
+    path = tmp_path / "t.json"
+    with pytest.raises(KeyboardInterrupt), table_file(path, "loss") as file:
+        file.add({"case": "a"})
+        raise KeyboardInterrupt
+    found = json.loads(path.read_text())
+    assert found["rows"] == [{"case": "a"}] and found["is_complete"] is False and "loss.py" in found["command"]
+    with table_file(path, "loss") as file:
+        file.add({"case": "b"})
+        file.add({"case": "c"}, shown=False)
+    found = json.loads(path.read_text())
+    assert len(found["rows"]) == 2 and found["is_complete"] is True
+    assert capsys.readouterr().out.splitlines() == ['{"case": "a"}', '{"case": "b"}']
+
+
+# ---------------------------------------------------------------- linear_table
+
+
+@pytest.mark.parametrize("way", linear_table.WAYS)
+@pytest.mark.parametrize("form", linear_table.FORMS)
+def test_linear_by_hand_is_what_autograd_gives(way, form):
+    """The reference does all the work of the row, casts included: it gives output and gradients in their dtypes."""
+    torch.manual_seed(0)
+    dtype = torch.float32 if form == "autocast" else torch.float64
+    x = linear_table.strided((3, 4, 8), dtype, True, device="cpu")
+    w = torch.randn(5, 8, dtype=dtype, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=form == "autocast"):
+        out = F.linear(x, w)
+    grad = torch.randn(3, 4, 5).to(out.dtype)
+    out.backward(grad)
+    got = linear_table.by_hand(way, form, x.detach(), w.detach(), grad)
+    want = (out, x.grad, w.grad)[: 1 if form == "frozen" else 3]
+    assert len(got) == len(want)
+    for mine, theirs in zip(got, want):
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_linear_rows_are_judged_by_the_better_way():
+    """The bar is 1.1 of the device time of mm or bmm, whichever is less; the host's time has no part in it."""
+    times = {"mm": 2.0, "bmm": 1.0, "plain": 5.0, "fusionfix": 1.09}
+    row = {name: {"device": value, "host": 9.0} for name, value in times.items()}
+    judged = linear_table.judged({"case": "x", "form": "frozen", **row})
+    assert (judged["best"], judged["verdict"]) == ("bmm", "met")
+    row["fusionfix"]["device"] = 1.11
+    missed = linear_table.judged({"case": "x", "form": "frozen", **row})
+    assert missed["verdict"] == "missed"
+    shown = linear_table.table([judged, missed, {"case": "x", "form": "trained", "error": "OutOfMemoryError: 1 GiB"}])
+    assert "1.09 met" in shown and "1.11 missed" in shown and "OutOfMemoryError" in shown
+
+
+# ---------------------------------------------------------------- first_step
+
+
+def test_first_steps_side_by_side_are_all_kept_and_compared(monkeypatch, tmp_path, capsys):
+    """Every run is in the file, one that was cut with what it had; growth is told where both ends were measured."""
+
+    def run_apart(args: argparse.Namespace, variant: str, layers: int, seconds: float) -> dict[str, object]:
+        found = {"variant": variant, "layers": layers}
+        if (variant, layers) == ("plain", 8):
+            return {**found, "error": "not done after 5 s"}
+        profile = dict.fromkeys(first_step.PHASES, float(layers))
+        more = {"first_step_s": 10.0 * layers, "step_ms": None, "peak_mb": None, "profile_s": profile}
+        return {**found, **more, "sharing": {}, "grad_norms": {}, "loss": 1.0}
+
+    monkeypatch.setattr(first_step, "run_apart", run_apart)
+    out = tmp_path / "f.json"
+    monkeypatch.setattr(sys, "argv", ["first_step.py", "--jobs", "4", "--out", str(out)])
+    assert first_step.main() == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert [(row["layers"], row["variant"]) for row in rows] == [(n, v) for n in (2, 8) for v in ("shared", "plain")]
+    shown = capsys.readouterr().out
+    assert "shared, from 2 to 8 layers: first step + 60.0 s" in shown and "not done after 5 s" in shown
+
+
+# ---------------------------------------------------------------- results_table
+
+
+def measured(peak: float, step_ms: float | None, status: str = OK) -> dict[str, object]:
+    found: dict[str, object] = {"peak_bytes": peak * 1e9}
+    if step_ms is not None:
+        found["step_ms"] = {"median": step_ms}
+    return {"status": status, "measured": found}
+
+
+def result(layers: int, **variants: dict[str, object]) -> tuple[str, Run]:
+    spec = Spec("qwen2.5-7b", layers, 28, 4096, 1)
+    return spec.slug, Run(spec, "", "", {name.replace("_", "-"): record for name, record in variants.items()})
+
+
+def test_results_table_shows_what_is_missing():
+    """A variant that was cut has its memory and its status; a goal that cannot be judged says why; a miss is one."""
+    runs = [result(8, plain=measured(20, 50.0), both=measured(17, None, CUT), torchcompile={"status": "timeout"})]
+    rows = list(results_table.table(runs))
+    assert "| fusionfix, transform and entry (cut short) | 17,000 | 0.850 | - | - | - | - |" in rows
+    assert "| Thunder, torchcompile executor (timeout) | - | - | - | - | - | - |" in rows
+    goals = list(results_table.goals(runs))
+    assert any("x plain Thunder" in row and "0.850 | **missed**" in row for row in goals)
+    assert any("not measured (Thunder, torchcompile executor: timeout)" in row for row in goals)
+    assert any("layers28" in row and row.endswith("| not measured |") for row in goals)
+
+
+def test_results_table_extrapolates_what_does_not_end():
+    """Where a variant has no run with all layers, a line through fewer layers stands for it, and that is said."""
+    runs = [result(n, torchcompile=measured(2 + n, 10.0 * n)) for n in (4, 8, 12)]
+    runs.append(result(28, plain_shared=measured(40, 500.0), both=measured(27, 280.0)))
+    goals = [row for row in results_table.goals(runs) if "28 layers" in row]
+    assert any("(a line through 4, 8, 12 layers)" in row and "| 0.900 | met |" in row for row in goals)
+    assert any("step <= 1.00" in row and "| 1.000 | met |" in row for row in goals)
+
+
+def test_readme_shows_what_is_in_docs():
+    """README's results are those of the files, to the letter."""
+    assert results_table.main(["--check", str(ROOT / "README.md")]) == 0
