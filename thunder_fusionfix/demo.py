@@ -130,8 +130,8 @@ def blocks_of(number: int, item: Show) -> Iterator[Block]:
     yield Line(f"After:  {after.sentence()}")
     yield comparison_table(before, after)
     applied = [decision for report in fixed.reports for decision in report.decisions if decision.applied]
-    yield Line(f"{len(applied)} rewrites, each checked; the largest:")
-    for decision in sorted(applied, key=lambda one: -one.bytes_won)[:3]:
+    yield Line(f"{len(applied)} rewrites, each checked; those that won the most:")
+    for decision in sorted((one for one in applied if one.bytes_won > 0), key=lambda one: -one.bytes_won)[:3]:
         won = megabytes(decision.bytes_won)
         yield Line(f"  in {decision.where}, {won} MB less there: {decision.what} ({decision.reason})")
     yield Line("Each layout op that stays has its reason too: `fix` prints them all.")

@@ -22,6 +22,7 @@ from thunder_fusionfix._thunder import (
 )
 from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.config import FusionFixConfig
+from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.edit import apply_plan
 from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, VerifyError
 from thunder_fusionfix.execute import compare
@@ -155,7 +156,7 @@ def _autograd_is_split() -> bool:
 def _why_not(before: Facts, after: Facts) -> str | None:
     """Why a verified rewrite is not kept: its price."""
     old, new = before.timeline.peak_bytes, after.timeline.peak_bytes
-    return f"the simulated peak would rise from {old} to {new} bytes" if new > old else None
+    return f"the simulated peak would rise from {megabytes(old)} to {megabytes(new)} MB" if new > old else None
 
 
 def _compare_by_running(before: Graph, after: Graph) -> None:

@@ -36,6 +36,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.effects import Kind, effect_of, short_name
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.index_map import IndexMap, compose, index_map, refine
@@ -255,7 +256,7 @@ class _Rewrite:
         value = self.facts.graph.values[source]
         nbytes = prod(self.shape(loss.logits)) * (value.itemsize or 0)
         if nbytes < self.facts.config.cut_rows_min_bytes:
-            raise _Refused(f"{nbytes} bytes of logits: the launches for labels and maxima would cost more")
+            raise _Refused(f"{megabytes(nbytes)} MB of logits: the launches for labels and maxima would cost more")
         if cut.dims[cut.dim] > MAX_ROWS * cut.kept:
             raise _Refused(
                 f"{cut.rows} rows for a loss of {self.shape(loss.logits)[0]} would cost more than the copies"
