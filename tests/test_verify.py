@@ -5,7 +5,22 @@ from __future__ import annotations
 import random
 
 import pytest
-from mutants import BROKEN, EFFECTS, LEGAL, REORDER, REWRITE, SMALL, SPLIT, Mutant, Pair, edited, single_faults
+from mutants import (
+    BROKEN,
+    CUT_ROWS_FORWARD,
+    EFFECTS,
+    IGNORED_ROWS_FORWARD,
+    LEGAL,
+    MASK,
+    REORDER,
+    REWRITE,
+    SMALL,
+    SPLIT,
+    Mutant,
+    Pair,
+    edited,
+    single_faults,
+)
 from strategies import random_graph
 
 from thunder_fusionfix.errors import VerifyError
@@ -138,3 +153,10 @@ def test_check_graph_asks_rules_on_one_trace_only() -> None:
     assert not {rule.name for rule in GRAPH_RULES} & {rule.name for rule in PAIR_RULES}
     with pytest.raises(VerifyError, match="use-after-del"):
         check_graph(parse(SMALL.replace("  del t1\n", "  del t1, t2\n")))
+
+
+def test_verify_labels_that_cannot_hold_the_ignored_one_are_not_trusted() -> None:
+    """Whether -100 among bytes is the ignored label or class 156 is a kernel's business, so the pair is rejected."""
+    before, after = (parse(text.replace("i64", "ui8")) for text in (CUT_ROWS_FORWARD, IGNORED_ROWS_FORWARD))
+    with pytest.raises(VerifyError, match="same-values"):
+        verify(before, after, MASK)

@@ -335,7 +335,7 @@ def _cross_entropy(loss: CrossEntropy, given: Mapping[str, Any]) -> Iterator[tup
     """The outputs of a cross entropy, as `losses` tells what it is."""
     logits, labels = given[loss.logits], given[loss.target]
     is_kept = labels != loss.ignore_index
-    classes = torch.where(is_kept, labels.remainder(logits.shape[1]), 0)[:, None]
+    classes = torch.where(is_kept, labels.long().remainder(logits.shape[1]), 0)[:, None]
     if loss.gradient is None:
         a_max = logits.amax(1)
         log_sum_exp = (logits - a_max[:, None]).exp().sum(1).log()

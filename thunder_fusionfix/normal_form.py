@@ -751,8 +751,9 @@ class _Evaluation:
             return self.cross_entropy_gradient(loss, env, shape)
         for name, what in ((loss.a_max, "row maximum"), (loss.log_sum_exp, "row log_sum_exp")):
             env[name] = self.forms.rows((what, "nv_cross_entropy"), [logits], ((1,),), self.graph.values[name])
-        ignored = self.forms.padded(target)
-        if ignored is not None and ignored.fill == _number(loss.ignore_index, self.forms.nodes[target].dtype):
+        ignored, dtype = self.forms.padded(target), self.forms.nodes[target].dtype
+        is_held = _holds(dtype, loss.ignore_index)  # a label of -100 is a class where labels are bytes
+        if ignored is not None and is_held and ignored.fill == _number(loss.ignore_index, dtype):
             logits = self.forms.shown(ignored, logits, shape[1:])
             target = self.forms.rearranged(
                 _reshaped((prod(self.forms.nodes[ignored.source].shape or ()),)), ignored.source

@@ -307,6 +307,8 @@ class _Rewrite:
             current = subop.inputs[0]
         if self.is_written(current):
             raise _Refused(f"{current} is changed in place by this trace")
+        if self.facts.graph.values[current].dtype not in ("i32", "i64"):
+            raise _Refused(f"{current}, the labels, may not hold the ignored one")
         shape, wanted = self.shape(current), cut.around(cut.kept)
         layouts = [layout for layout in layouts if not isinstance(layout, (Same, Contiguous))]
         while layouts and not (shape == wanted and all(isinstance(layout, Reshape) for layout in layouts)):
