@@ -278,6 +278,22 @@ class JointPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Budget:
+    """What came of a memory budget: estimated peaks of one joint trace as the later executors leave it."""
+
+    limit_bytes: int
+    before_bytes: int  # with nothing rebuilt
+    peak_bytes: int
+    level: str  # how far `recompute_cheap` went
+    num_rebuilds: int
+    num_trials: int  # plans that were judged by a dry run
+
+    @property
+    def is_met(self) -> bool:
+        return self.peak_bytes <= self.limit_bytes
+
+
+@dataclass(frozen=True, slots=True)
 class JointReport:
     """What the entry did to one trace."""
 
@@ -288,3 +304,4 @@ class JointReport:
     seconds: float  # wall time, the dry run included
     dry_run_seconds: float
     kept_input: str | None = None  # why the input trace was kept although there was a plan
+    budget: Budget | None = None  # where the user gave one and there is a backward

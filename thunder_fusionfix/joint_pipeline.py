@@ -3,26 +3,36 @@
     TraceCtx --read--> Graph --passes--> JointPlan --edit_joint--> TraceCtx' --read--> Graph' --verify--> kept
        \\--copy, later fusion passes--> TraceCtx --read--> Graph of what would be saved
 
-The dry run happens once per compile; twice where the trace writes in place, and once more for each level under a budget. Thunder's rematerialization and its reordering by
+The dry run happens once per compile; twice where the trace writes in place. Thunder's rematerialization and its reordering by
 dataflow know nothing of memory, so another set of candidates may make them read a tensor after it was overwritten: there what
 they make of the new trace is compared with what they make of the old one. A failure of ours costs the user one warning and a lost
 optimisation, never a step.
+
+Under a memory budget plans are judged by the estimated peak of what a dry run makes of them. `recompute_cheap.LEVELS` are gone
+through in quarters of the bytes that each frees, until one fits; then two steps of bisection look for less than that quarter. These
+are 11 dry runs at most, each about 0.3 s for a layer of a transformer, and no two for the same plan. A lower budget never gives a
+higher estimated peak: it goes through the same quarters, of which only those count that are lower than all before; and less than a
+quarter is taken only where its peak is no lower than the quarter's. So where two budgets part ways, the higher one ends at that
+plan's peak or above, and the lower one below.
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from thunder_fusionfix._thunder import FusionExecutor, TraceCtx, untested_versions, warn_untested_versions
 from thunder_fusionfix.config import FusionFixConfig
+from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.edit_joint import apply_joint_plan, copied, fusible_sites
-from thunder_fusionfix.errors import FusionFixError, VerifyError
-from thunder_fusionfix.joint import JointFacts, JointPlan, JointReport, executed, split
+from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, VerifyError
+from thunder_fusionfix.joint import Budget, JointFacts, JointPlan, JointReport, executed, split
 from thunder_fusionfix.model import Decision, Graph, Timeline
+from thunder_fusionfix.passes import claim_layouts, recompute_cheap
 from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
 from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
 from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, Level, plan_recompute_cheap
@@ -59,10 +69,8 @@ def fix_joint(trace: TraceCtx, entry: Entry) -> tuple[TraceCtx, JointReport]:
         return _fix(trace, entry, started)
     except Exception as error:  # whatever it is, the user's step goes on with the trace that Thunder made
         if entry.config.strict:
-            raise (
-                error if isinstance(error, FusionFixError) else FusionFixError(f"{type(error).__name__}: {error}")
-            ) from error
-        reason = f"{type(error).__name__}: {error}"
+            raise (error if isinstance(error, FusionFixError) else FusionFixError(_reason(error))) from error
+        reason = _reason(error)
         _warn_once(f"thunder_fusionfix left a joint trace as it is: {reason}")
         return trace, _nothing("joint", started, reason)
 
@@ -73,18 +81,19 @@ def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, Joint
     facts = JointFacts(graph, *_dry_run(trace, graph, entry.later))
     dry_run_seconds = time.perf_counter() - dry_started
 
-    budget = entry.config.memory_budget_bytes if graph.stage == "joint" else None
+    limit = entry.config.memory_budget_bytes if graph.stage == "joint" else None
     notes: tuple[Decision, ...] = ()
-    if budget is None:
-        done = _attempt(trace, facts, entry, DEFAULT)
+    budget = None
+    if limit is None:
+        done = _attempt(trace, facts, entry, _plan(facts, entry, DEFAULT))
     else:
-        done, notes = _within(budget, trace, facts, entry)
+        done, notes, budget = _within(limit, trace, facts, entry)
     saved = facts.saved_bytes if graph.stage == "joint" else 0
     won = sum(decision.bytes_won for decision in done.decisions if decision.applied)
     decisions = (*plan_fold_matmuls(graph), *done.decisions, *notes)
     seconds = time.perf_counter() - started
     return done.trace, JointReport(
-        graph.stage, saved, saved - won, decisions, seconds, dry_run_seconds, done.kept_input
+        graph.stage, saved, saved - won, decisions, seconds, dry_run_seconds, done.kept_input, budget
     )
 
 
@@ -95,42 +104,115 @@ class _Attempt:
     trace: TraceCtx  # the input where the plan is empty or was not kept
     decisions: tuple[Decision, ...]
     kept_input: str | None = None
+    fused: Graph | None = None  # what a dry run made of `trace`, where there was one
+
+    @property
+    def num_rebuilds(self) -> int:
+        return sum(one.applied and one.pass_name == recompute_cheap.NAME for one in self.decisions)
 
 
-def _attempt(trace: TraceCtx, facts: JointFacts, entry: Entry, level: Level) -> _Attempt:
-    plan = _plan(facts, entry, level)
+def _attempt(trace: TraceCtx, facts: JointFacts, entry: Entry, plan: JointPlan) -> _Attempt:
     if plan.is_empty:
-        return _Attempt(trace, plan.decisions)
+        return _Attempt(trace, plan.decisions, fused=facts.fused)
     applied = sum(decision.applied for decision in plan.decisions)
-    new_trace = apply_joint_plan(trace, plan, entry.after, f"thunder_fusionfix entry ({applied} rewrites)")
-    why_not = _why_not(facts, new_trace, entry)
+    with _blaming(*dict.fromkeys(one.pass_name for one in plan.decisions if one.applied)):
+        new_trace = apply_joint_plan(trace, plan, entry.after, f"thunder_fusionfix entry ({applied} rewrites)")
+        why_not, fused = _why_not(facts, new_trace, entry)
     if why_not is None:
-        return _Attempt(new_trace, plan.decisions)
+        return _Attempt(new_trace, plan.decisions, fused=fused)
     undone = tuple(replace(one, applied=False, reason=f"undone: {why_not}") for one in plan.decisions)
-    return _Attempt(trace, undone, why_not)
+    return _Attempt(trace, undone, why_not, facts.fused)
 
 
-def _within(budget: int, trace: TraceCtx, facts: JointFacts, entry: Entry) -> tuple[_Attempt, tuple[Decision, ...]]:
-    """The first of `LEVELS` whose estimated peak fits ``budget``, else the one with the lowest; and what to tell of it.
+# ---------------------------------------------------------------- a memory budget
 
-    A lower budget takes the same level or one with a lower peak. Each level costs one more dry run.
-    """
-    best: tuple[int, _Attempt, Level, Timeline] | None = None
-    for level in LEVELS:
-        done = _attempt(trace, facts, entry, level)
-        graph = facts.fused if done.trace is trace else _dry_run(done.trace, read(done.trace), entry.later)[0]
-        timeline = simulate(executed(graph))
-        if best is None or timeline.peak_bytes < best[0]:
-            best = (timeline.peak_bytes, done, level, timeline)
-        if best[0] <= budget:
-            break
-    assert best is not None
-    peak, done, level, timeline = best
-    held = ", ".join(f"{holder.name} ({holder.nbytes} bytes, {holder.producer})" for holder in timeline.holders[:6])
-    fits = peak <= budget
-    why = "fits" if fits else f"does not fit; the largest that the peak holds: {held}"
-    what = f"memory budget of {budget} bytes: estimated peak of this trace {peak} bytes, by {level.name}"
-    return done, (Decision(BUDGET, timeline.peak_pos, facts.joint.name, what, why, fits),)
+
+QUARTER = 4
+STEPS = 4 * QUARTER
+"""Parts of a level's freed bytes that a budget may ask for."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """One level or a part of it, and what it comes to."""
+
+    level: Level
+    done: _Attempt
+    timeline: Timeline
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.timeline.peak_bytes
+
+
+class _Trials:
+    """Tries plans; those that change the same are tried once."""
+
+    def __init__(self, trace: TraceCtx, facts: JointFacts, entry: Entry) -> None:
+        self.trace, self.facts, self.entry = trace, facts, entry
+        self.known: dict[JointPlan, tuple[_Attempt, Timeline]] = {}
+
+    def run(self, level: Level, parts: int = STEPS) -> _Tried:
+        """``parts`` of `STEPS` of what ``level`` can free."""
+        plan = _plan(self.facts, self.entry, level, parts / STEPS)
+        edits = replace(plan, decisions=())
+        if edits not in self.known:
+            done = _attempt(self.trace, self.facts, self.entry, plan)
+            fused = done.fused or _dry_run(done.trace, read(done.trace), self.entry.later)[0]
+            self.known[edits] = replace(done, fused=fused), simulate(executed(fused))
+        return _Tried(level, *self.known[edits])
+
+
+def _within(
+    limit: int, trace: TraceCtx, facts: JointFacts, entry: Entry
+) -> tuple[_Attempt, tuple[Decision, ...], Budget]:
+    """The least that fits ``limit`` bytes, else the least with the lowest peak that there is; and what to tell of it."""
+    trials = _Trials(trace, facts, entry)
+    best = searched(limit, trials)
+    before = simulate(executed(facts.fused)).peak_bytes
+    budget = Budget(limit, before, best.peak_bytes, best.level.name, best.done.num_rebuilds, len(trials.known))
+    return best.done, (_told(budget, best.timeline, facts),), budget
+
+
+def searched(limit: int, trials: _Trials) -> _Tried:
+    """The least that fits ``limit`` bytes; what has the lowest peak where nothing does."""
+    best = trials.run(DEFAULT)
+    if best.peak_bytes <= limit:
+        return best
+    for level in LEVELS[1:]:
+        for parts in range(QUARTER, STEPS + 1, QUARTER):
+            tried = trials.run(level, parts)
+            best = tried if tried.peak_bytes < best.peak_bytes else best
+            if best.peak_bytes <= limit:
+                return _least(limit, best, parts, trials)
+    return best
+
+
+def _least(limit: int, best: _Tried, parts: int, trials: _Trials) -> _Tried:
+    """The least above the quarter before ``parts``, which fit, that fits too and is no lower."""
+    low, high = parts - QUARTER, parts
+    while high - low > 1:
+        middle = (low + high) // 2
+        tried = trials.run(best.level, middle)
+        if best.peak_bytes <= tried.peak_bytes <= limit:
+            best, high = tried, middle
+        else:
+            low = middle
+    return best
+
+
+def _told(budget: Budget, timeline: Timeline, facts: JointFacts) -> Decision:
+    """The decision about the budget: whether it is met, how, and if not, what holds the memory."""
+    what = (
+        f"memory budget of {megabytes(budget.limit_bytes)} MB: estimated peak of this trace "
+        f"{megabytes(budget.before_bytes)} -> {megabytes(budget.peak_bytes)} MB by {budget.level}, {budget.num_rebuilds} rebuild(s)"
+    )
+    holders = ", ".join(f"{one.name} ({megabytes(one.nbytes)} MB, {one.producer})" for one in timeline.holders[:6])
+    why = "fits" if budget.is_met else f"does not fit; the peak holds {holders}"
+    return Decision(BUDGET, timeline.peak_pos, facts.joint.name, what, why, budget.is_met)
+
+
+# ---------------------------------------------------------------- plans
 
 
 def _dry_run(trace: TraceCtx, graph: Graph, later: Sequence[FusionExecutor]) -> tuple[Graph, frozenset]:
@@ -147,14 +229,17 @@ def _dry_run(trace: TraceCtx, graph: Graph, later: Sequence[FusionExecutor]) -> 
     return read(fused), fusible
 
 
-def _plan(facts: JointFacts, entry: Entry, level: Level) -> JointPlan:
+def _plan(facts: JointFacts, entry: Entry, level: Level, share: float = 1.0) -> JointPlan:
     """What both joint passes want; the layouts that one rebuilds are not the other's to claim."""
     config, fuel = entry.config, entry.fuel
-    has_backward = facts.joint.stage == "joint"
-    plan = plan_recompute_cheap(facts, config, fuel, level) if config.recompute_cheap and has_backward else JointPlan()
+    plan = JointPlan()
+    if config.recompute_cheap and facts.joint.stage == "joint":
+        with _blaming(recompute_cheap.NAME):
+            plan = plan_recompute_cheap(facts, config, fuel, level, share)
     if config.claim_layouts:
         left = None if fuel is None else fuel - sum(decision.applied for decision in plan.decisions)
-        claimed = plan_claim_layouts(facts, plan, left)
+        with _blaming(claim_layouts.NAME):
+            claimed = plan_claim_layouts(facts, plan, left)
         plan = replace(
             plan,
             inserts=plan.inserts + claimed.inserts,
@@ -164,8 +249,25 @@ def _plan(facts: JointFacts, entry: Entry, level: Level) -> JointPlan:
     return plan
 
 
-def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry) -> str | None:
-    """Why the new trace is not kept: it is another program, or the later executors would make another one of it."""
+@contextlib.contextmanager
+def _blaming(*passes: str) -> Iterator[None]:
+    """Puts the names of ``passes`` in front of an error, of its own class where that is one of ours."""
+    try:
+        yield
+    except Exception as error:
+        place = f"{', '.join(f'pass `{name}`' for name in passes)}, joint"
+        for kind in (UnsupportedTraceError, VerifyError):
+            if isinstance(error, kind):
+                raise kind(f"{place}: {error}") from error
+        told = error if isinstance(error, FusionFixError) else f"{type(error).__name__}: {error}"
+        raise FusionFixError(f"{place}: {told}") from error
+
+
+def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry) -> tuple[str | None, Graph | None]:
+    """Why the new trace is not kept: it is another program, or the later executors would make another one of it.
+
+    Beside it what a dry run made of the new trace, where one was needed.
+    """
     new = read(new_trace)
     try:
         if entry.config.verify:
@@ -176,10 +278,11 @@ def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry) -> str | None
         if entry.config.strict:
             raise
         _warn_once(f"thunder_fusionfix: the entry's plan was undone, the trace is as it was ({error})")
-        return f"{type(error).__name__}: {error}"
-    if _writes(facts) and entry.later:
-        return _misread_memory(facts, _dry_run(new_trace, new, entry.later)[0], entry.config)
-    return None
+        return f"{type(error).__name__}: {error}", None
+    if not (_writes(facts) and entry.later):
+        return None, None
+    fused = _dry_run(new_trace, new, entry.later)[0]
+    return _misread_memory(facts, fused, entry.config), fused
 
 
 def _check_halves(facts: JointFacts, new: Graph) -> None:
@@ -214,6 +317,11 @@ def _allowed(before: Graph, after: Graph, config: FusionFixConfig) -> Allow:
 
 def _nothing(stage: str, started: float, why: str | None) -> JointReport:
     return JointReport(stage, 0, 0, (), time.perf_counter() - started, 0.0, why)
+
+
+def _reason(error: Exception) -> str:
+    """The error's text; what is none of ours tells its class too."""
+    return str(error) if isinstance(error, FusionFixError) else f"{type(error).__name__}: {error}"
 
 
 def _warn_once(message: str) -> None:

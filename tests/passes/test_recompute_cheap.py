@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import thunder
 import torch
 import torch.nn.functional as F
 from cpu_nvfuser import nvfuser_on_cpu
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from runs import assert_equal, copied, distance, run
 from thunder.core import rematerialization
 from torch.utils.checkpoint import checkpoint
 
+from thunder_fusionfix import joint_pipeline
 from thunder_fusionfix._thunder import nvfuser_version, replaced
+from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.effects import short_name
 from thunder_fusionfix.executor import fusionfix_ex
-from thunder_fusionfix.passes.recompute_cheap import NAME
+from thunder_fusionfix.joint import opened
+from thunder_fusionfix.joint_pipeline import QUARTER, STEPS
+from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, NAME
 from thunder_fusionfix.read import read
 
 pytestmark = pytest.mark.skipif(nvfuser_version() is None, reason="nvFuser is not installed")
@@ -131,6 +138,42 @@ def test_gated_mlp_saves_two_large_tensors_instead_of_three(fusion_type):
     assert_gradients_equal_float64(gated_mlp, args, fusion_type)
 
 
+def grouped_keys(num_copies):
+    """A function of keys that several heads share, as grouped-query attention has them, and its arguments."""
+
+    def fn(x, w, v):
+        keys = (x @ w).reshape(2, 1, 6, 4).expand(2, num_copies, 6, 4).reshape(2 * num_copies, 6, 4)
+        return keys @ v @ keys.mT
+
+    return fn, arguments([(2, 6, 8), (8, 4), (2 * num_copies, 4, 4)])
+
+
+@pytest.mark.parametrize("fusion_type", ["dataflow", "consecutive"])
+def test_expanded_keys_are_made_again_from_the_ones_before(fusion_type):
+    """What a copy repeats is not saved repeated: of four copies one stays, and the report says exactly what that frees."""
+    fn, args = grouped_keys(4)
+    plain, ours = (traces(fn, args, executors, fusion_type)[0] for executors in (PLAIN, ENTRY))
+    (report,) = fusionfix_ex.reports
+    keys = 2 * 6 * 4 * 4
+    assert distinct_bytes(plain) - distinct_bytes(ours) == 3 * keys
+    assert report.saved_before_bytes - report.saved_after_bytes == 3 * keys
+    assert_gradients_equal_float64(fn, args, fusion_type)
+
+
+def test_two_copies_of_keys_stay_saved():
+    """Writing both copies twice for the half that it frees does not pay."""
+    fn, args = grouped_keys(2)
+    plain, ours = (traces(fn, args, executors)[0] for executors in (PLAIN, ENTRY))
+    assert distinct_bytes(plain) == distinct_bytes(ours) and not applied()
+
+
+def distinct_bytes(graph):
+    """Bytes that a forward Graph saves beside its arguments; what shares memory counts once."""
+    shared = aliases(opened(graph))
+    memory = {shared.storage_of[name] for name in graph.saved if name in shared.storage_of}
+    return sum(shared.storages[one].nbytes for one in memory if not shared.storages[one].is_outside)
+
+
 def tower(x, *weights):
     for gate, up, down in zip(weights[::3], weights[1::3], weights[2::3]):
         x = x + gated_mlp(x, gate, up, down)
@@ -242,34 +285,80 @@ def test_autocast_gradients_are_as_near_to_float64_as_plain_thunders():
 
 # ---------------------------------------------------------------- a budget
 
-
-def peak_told(**options):
-    (decision,) = (
-        one for report in fusionfix_ex.reports for one in report.decisions if one.pass_name == "memory_budget"
-    )
-    return int(re.search(r"estimated peak of this trace (\d+) bytes", decision.what)[1]), decision
+TOWER = [(64, 32), *[(96, 32), (96, 32), (32, 96)] * 4]
 
 
-def test_lower_budget_never_gives_a_higher_estimated_peak():
-    """From more than enough down to nothing; what does not fit is told with what holds it."""
-    args = arguments([(64, 32), *[(96, 32), (96, 32), (32, 96)] * 2])
-    peaks = []
-    first = None
-    for share in (10.0, 1.0, 0.9, 0.0):
-        fusionfix_ex.reports.clear()
-        budget = max(1, int(share * (first or 10**6)))
-        traces(tower, args, ENTRY, fusionfix_memory_budget=budget)
-        peak, decision = peak_told()
-        first = first or peak
-        peaks.append(peak)
-        assert decision.applied == (peak <= budget)
-        assert decision.applied or "the largest that the peak holds" in decision.reason
-    assert peaks == sorted(peaks, reverse=True) and peaks[-1] < peaks[0]
+def budgets_tried(fn, args, limits, monkeypatch, fusion_type="dataflow"):
+    """For each of ``limits``, a share of the way from the lowest estimated peak to that without a budget, what is taken for it.
+
+    All of one compile, so that no plan is tried twice.
+    """
+    found = []
+    search = joint_pipeline.searched
+
+    def watched(limit, trials):
+        most, least = trials.run(DEFAULT).peak_bytes, search(0, trials).peak_bytes
+        for share in limits:
+            bytes_limit = least + int(share * (most - least))
+            found.append((bytes_limit, search(bytes_limit, trials)))
+        return search(limit, trials)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(joint_pipeline, "searched", watched)
+        traces(fn, args, ENTRY, fusion_type, fusionfix_memory_budget=1)
+    return found
+
+
+@pytest.mark.parametrize("fusion_type", ["dataflow", "consecutive"])
+def test_lower_budget_never_gives_a_higher_estimated_peak(fusion_type, monkeypatch):
+    """From what is needed without a budget down to the least: each is met, with no more made again than before and no less freed."""
+    limits = [part / 8 for part in range(9)]
+    found = budgets_tried(tower, arguments(TOWER), limits, monkeypatch, fusion_type)
+    peaks = [tried.peak_bytes for _, tried in found]
+    assert all(peak <= limit for peak, (limit, _) in zip(peaks, found))
+    assert peaks == sorted(peaks) and len(set(peaks)) > 3
+    assert found[-1][1].level is DEFAULT
+
+
+def test_budget_takes_no_more_rebuilds_than_it_needs(monkeypatch):
+    """Half of what can be won takes fewer rebuilds than all of it, though more than are made without a budget."""
+    (_, least), (_, some), (_, enough) = budgets_tried(tower, arguments(TOWER), [0, 0.5, 1], monkeypatch)
+    assert enough.done.num_rebuilds < some.done.num_rebuilds < least.done.num_rebuilds
+
+
+def test_budget_that_is_not_met_names_what_holds_the_peak():
+    """In MB, beside how far the entry went and what that came to."""
+    traces(gated_mlp, arguments(TOWER[:4]), ENTRY, fusionfix_memory_budget=1)
+    (report,) = fusionfix_ex.reports
+    (decision,) = (one for one in report.decisions if one.pass_name == "memory_budget")
+    told = report.budget
+    assert not told.is_met and not decision.applied and told.peak_bytes <= told.before_bytes
+    assert told.num_trials <= 1 + 4 * (len(LEVELS) - 1) + 2
+    assert re.search(r"does not fit; the peak holds \w+ \([\d.]+ MB, ", decision.reason)
+    assert f"by {told.level}, {told.num_rebuilds} rebuild(s)" in decision.what
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.integers(1, 8), min_size=len(LEVELS) * STEPS, max_size=len(LEVELS) * STEPS),
+    st.tuples(st.integers(0, 9), st.integers(0, 9)),
+)
+def test_search_keeps_the_law_for_any_peaks(peaks, limits):
+    """Whatever the parts of the levels come to, a lower limit ends at no higher peak, and one that a quarter fits is met."""
+
+    class Trials:
+        def run(self, level, parts=STEPS):
+            return SimpleNamespace(level=level, peak_bytes=peaks[LEVELS.index(level) * STEPS + parts - 1])
+
+    low, high = (joint_pipeline.searched(limit, Trials()).peak_bytes for limit in sorted(limits))
+    assert low <= high
+    quarters = peaks[STEPS - 1 : STEPS] + peaks[STEPS + QUARTER - 1 :: QUARTER]
+    assert high <= max(limits) or high == min(quarters)
 
 
 def test_budget_repeats_matmuls_of_one_layer_and_gradients_stay():
     """Under a budget of nothing the MLP's projections are computed again, each layer from its own input."""
-    args = arguments([(64, 32), *[(96, 32), (96, 32), (32, 96)] * 2])
+    args = arguments(TOWER[:7])
     options = {"fusionfix_memory_budget": 1}
     forward, backward = traces(tower, args, ENTRY, **options)
     assert saved(forward) < saved(traces(tower, args, ENTRY)[0])

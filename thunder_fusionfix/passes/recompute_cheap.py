@@ -23,15 +23,17 @@ forward, every random op, in-place update, matmul and reduction. Changes: what i
 Never from storage that the trace writes anywhere, never past Thunder's checkpoint tags, never through an op without a row in
 `effects`. A dropped tensor must free more than making it again costs: `Level.max_traffic`.
 
-Under ``memory_budget`` the entry goes through `LEVELS`: cheap ops at any cost, then copies and reductions, then one matmul on the
-way from what is saved to a rebuilt tensor (attention scores, the projections of an MLP), which is one layer's and no more.
+Under ``memory_budget`` the entry goes through `LEVELS`: cheap ops, copies and reductions at any cost, then one matmul on the way
+from what is saved to a rebuilt tensor (attention scores, the projections of an MLP), which is one layer's and no more. Rebuilds
+that win only together, because they share memory or a newly saved source, are a group; groups are ordered by what a byte freed
+costs, in bytes moved and before that in operations of repeated matmuls, so that the first of them are the ones to take.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from thunder_fusionfix.alias import Aliases
@@ -81,8 +83,7 @@ DEFAULT = Level("cheap ops that pay", max_traffic=4.0, max_chain=64, takes_over=
 _WORK = frozenset({Kind.MOVE, Kind.REDUCTION})
 LEVELS = (
     DEFAULT,
-    Level("cheap ops at any cost"),
-    Level("copies and reductions as well", _WORK),
+    Level("cheap ops, copies and reductions at any cost", _WORK),
     Level("matmuls as well", _WORK, repeats_matmuls=True),
 )
 """What a budget may ask for, in order."""
@@ -110,21 +111,45 @@ class Rebuild:
     chain: tuple[Site, ...]  # ops to repeat, in order
     sources: tuple[str, ...]  # saved values that they start from
     uses: tuple[Uses, ...]
-    freed_bytes: int
+    freed_bytes: int  # less what is saved for it
     traffic_bytes: int  # what all its rebuilds read and write
+    matmul_flops: int = 0  # floating-point operations of the matmuls that it repeats
 
 
 def plan_recompute_cheap(
-    facts: JointFacts, config: FusionFixConfig, fuel: int | None = None, level: Level = DEFAULT
+    facts: JointFacts,
+    config: FusionFixConfig,
+    fuel: int | None = None,
+    level: Level = DEFAULT,
+    share: float = 1.0,
 ) -> JointPlan:
-    """Which saved tensors to drop and where to make them again; at most ``fuel`` of them."""
+    """Which saved tensors to drop and where to make them again.
+
+    Args:
+        facts: a joint trace.
+        config: options; ``recompute_min_bytes`` bounds what is looked at.
+        fuel: at most so many tensors.
+        level: how far to go.
+        share: of the bytes that could be freed; no more rebuilds are taken than free that much, the cheapest first.
+    """
     least = config.recompute_min_bytes
     search = _Search(facts, min(least, 2**16) if level.takes_over else least, level)
-    rebuilds = search.run()[:fuel]
+    rebuilds = _first(search.run(), share)[:fuel]
     plan = _Writer(facts, search).write(rebuilds) if rebuilds else JointPlan()
     decisions = [_applied(facts, rebuild) for rebuild in rebuilds]
     decisions += [_refused(facts, name, why) for name, why in search.kept.items()]
     return JointPlan(plan.inserts, plan.renamed, plan.exports, decisions=tuple(decisions))
+
+
+def _first(groups: Sequence[tuple[Rebuild, ...]], share: float) -> list[Rebuild]:
+    """The rebuilds of the first ``groups`` that free ``share`` of all that they could free."""
+    wanted = share * sum(rebuild.freed_bytes for group in groups for rebuild in group)
+    taken: list[Rebuild] = []
+    for group in groups:
+        if sum(rebuild.freed_bytes for rebuild in taken) >= wanted:
+            break
+        taken += group
+    return taken
 
 
 # ---------------------------------------------------------------- what may be done
@@ -145,8 +170,8 @@ class _Search:
     left: set[str] = field(default_factory=set)  # what is saved at the end
     opened: set[str] = field(default_factory=set)  # outputs of matmuls that are repeated
 
-    def run(self) -> list[Rebuild]:
-        """The rebuilds, largest first."""
+    def run(self) -> list[tuple[Rebuild, ...]]:
+        """Groups of rebuilds that win together, the cheapest for what it frees first."""
         while True:
             self.opened = set()
             rebuilds = self.propose()
@@ -154,11 +179,55 @@ class _Search:
             for rebuild in rebuilds:
                 by_memory.setdefault(self.mates(rebuild.name)[0], []).append(rebuild)
             if all([self.pays(mates) for mates in by_memory.values()]):  # noqa: C419 -- each notes why not
-                return sorted(rebuilds, key=lambda rebuild: (-rebuild.freed_bytes, rebuild.name))
+                groups = [self.priced_once(group) for group in self.grouped(rebuilds)]
+                if all([self.frees(group) for group in groups]):  # noqa: C419 -- each notes why not
+                    return sorted(groups, key=self.rank)
+
+    def grouped(self, rebuilds: Iterable[Rebuild]) -> list[list[Rebuild]]:
+        """``rebuilds`` that share memory, or a source that is saved for them."""
+        groups: list[tuple[set[str], list[Rebuild]]] = []
+        for rebuild in rebuilds:
+            shared = {self.mates(rebuild.name)[0], *self.new_sources(rebuild)}
+            joined = [rebuild]
+            for group in [one for one in groups if not shared.isdisjoint(one[0])]:
+                groups.remove(group)
+                shared |= group[0]
+                joined += group[1]
+            groups.append((shared, joined))
+        return [sorted(group, key=lambda rebuild: (-rebuild.freed_bytes, rebuild.name)) for _, group in groups]
+
+    def new_sources(self, rebuild: Rebuild) -> list[str]:
+        """What is saved for ``rebuild`` alone."""
+        return [source for source in rebuild.sources if source not in self.saved and self.is_tensor(source)]
+
+    def priced_once(self, group: Sequence[Rebuild]) -> tuple[Rebuild, ...]:
+        """``group`` with the bytes of each source that is saved for it taken from the first rebuild that starts there."""
+        counted: set[str] = set()
+        found = []
+        for rebuild in group:
+            new = set(self.new_sources(rebuild)) - counted
+            counted |= new
+            found.append(replace(rebuild, freed_bytes=rebuild.freed_bytes - sum(map(self.bytes_of, new))))
+        return tuple(found)
+
+    def frees(self, group: Sequence[Rebuild]) -> bool:
+        """Whether ``group`` saves less than before; notes where not."""
+        freed = sum(rebuild.freed_bytes for rebuild in group)
+        if freed <= 0:
+            why_not = f"what would be saved instead is larger by {-freed} bytes"
+            self.kept.update((rebuild.name, why_not) for rebuild in group)
+        return freed > 0
+
+    def rank(self, group: Sequence[Rebuild]) -> tuple[float, float, str]:
+        """Sorts groups: repeated matmuls last, then by what a byte freed costs."""
+        freed = sum(rebuild.freed_bytes for rebuild in group)
+        flops = sum(rebuild.matmul_flops for rebuild in group)
+        moved = sum(max(rebuild.traffic_bytes, 0) for rebuild in group)
+        return flops / freed, moved / freed, group[0].name
 
     def pays(self, mates: Sequence[Rebuild]) -> bool:
         """Whether the rebuilds of one piece of memory free enough for what they cost; notes why not."""
-        freed = sum(rebuild.freed_bytes for rebuild in mates)
+        freed = sum(rebuild.freed_bytes for rebuild in self.priced_once(mates))
         traffic = self.joint_traffic(mates)
         longest = max(len(rebuild.chain) for rebuild in mates)
         why_not = None
@@ -372,7 +441,8 @@ class _Search:
         site = self.facts.producer[name]
         if site.pos not in self.forward or RECOMPUTED in op_at(self.facts.joint, site).tags or self.is_written(name):
             return INFINITE
-        return INFINITE if value.nbytes is None else int(self.bytes_of(name) * NEW_SAVE) + 1
+        # all of an expanded tensor, whatever its storage takes: a region that gives it writes all of it
+        return INFINITE if value.nbytes is None else int(value.nbytes * NEW_SAVE) + 1
 
     def is_outside(self, name: str) -> bool:
         """True for memory that the caller owns, and for what is no tensor."""
@@ -423,11 +493,23 @@ class _Search:
                 stack += self.inputs_of(current)
         order, starts = tuple(sorted(chain)), tuple(sources)
         uses = tuple(self.uses(name, order))
-        freed = 0
-        if self.mates(name)[0] == name:  # the first of those that share memory stands for all of them
-            freed = self.own_bytes(name) if name in self.saved else 0
-            freed -= sum(self.price(source) for source in starts if source not in self.saved)
-        return Rebuild(name, order, starts, uses, freed, self.traffic(name, order, starts, uses))
+        # the first of those that share memory stands for all of them
+        freed = self.own_bytes(name) if name in self.saved and self.mates(name)[0] == name else 0
+        return Rebuild(
+            name, order, starts, uses, freed, self.traffic(name, order, starts, uses), self.flops(order) * len(uses)
+        )
+
+    def flops(self, chain: Sequence[Site]) -> int:
+        """Operations of the matmuls in ``chain``: two for each element of the result and of the dimension that is summed."""
+        values = self.facts.joint.values
+        found = 0
+        for site in chain:
+            op = op_at(self.facts.joint, site)
+            if all(effect.kind is not Kind.MATMUL for effect in effects_of(op)):
+                continue
+            depth = (values[op.inputs[0]].shape or (1,))[-1]
+            found += 2 * depth * sum(values[name].numel or 0 for name in op.outputs)
+        return found
 
     def traffic(self, name: str, chain: Sequence[Site], sources: Sequence[str], uses: Sequence[Uses]) -> int:
         """Bytes that all rebuilds of ``name`` move, more than reading it would."""
