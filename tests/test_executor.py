@@ -15,7 +15,7 @@ from runs import assert_equal, copied, run
 import thunder_fusionfix  # noqa: F401
 from thunder_fusionfix import executor, joint_pipeline
 from thunder_fusionfix._thunder import FUEL_LEVEL, OperatorExecutor, get_executor, ltorch, nvfuser_version
-from thunder_fusionfix.errors import FusionFixError, UsageError
+from thunder_fusionfix.errors import FusionFixError, UsageError, VerifyError
 from thunder_fusionfix.executor import FusionFixExecutor, fusionfix_ex
 from thunder_fusionfix.passes import recompute_cheap
 from thunder_fusionfix.passes.fold_matmuls import COPY_LIMIT
@@ -198,10 +198,17 @@ def test_fuel_comes_from_the_environment_and_is_checked(monkeypatch: pytest.Monk
 
 
 @needs_nvfuser
-def test_wrong_option_is_told_by_name() -> None:
-    """A budget that is no size fails with the option's name."""
-    with pytest.raises(UsageError, match="memory_budget"):
-        compiled(gated_mlp, mlp_args(), fusionfix_memory_budget="lots")
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"fusionfix_memory_budget": "lots"}, "memory_budget: 'lots' is no size"),
+        ({"fusionfix_memroy_budget": "1GB"}, "no option 'memroy_budget'; its options are .*memory_budget"),
+    ],
+)
+def test_wrong_option_is_told_by_name(option, message) -> None:
+    """A budget that is no size, and a name that is no option, fail as they do with the transform."""
+    with pytest.raises(UsageError, match=message):
+        compiled(gated_mlp, mlp_args(), **option)
 
 
 # ---------------------------------------------------------------- doubt
@@ -219,7 +226,7 @@ def test_failing_pass_costs_the_optimisation_and_not_the_step(monkeypatch: pytes
     with pytest.warns(UserWarning, match="broken on purpose"):
         compiled(gated_mlp, args)
     assert fusionfix_ex.reports[-1].kept_input is not None
-    with pytest.raises(FusionFixError, match="broken on purpose"):
+    with pytest.raises(FusionFixError, match="^pass `recompute_cheap`, joint: RuntimeError: broken on purpose"):
         compiled(gated_mlp, args, fusionfix_strict=True)
 
 
@@ -247,6 +254,8 @@ def test_wrong_plan_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
         compiled(square, args, fusionfix_recompute_min_bytes=0)
     assert fusionfix_ex.reports[-1].kept_input is not None
     assert not any(one.applied for one in decisions("recompute_cheap"))
+    with pytest.raises(VerifyError, match="^pass `recompute_cheap`.*, joint: "):
+        compiled(square, args, **ALL)
 
 
 @needs_nvfuser

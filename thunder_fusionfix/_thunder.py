@@ -21,7 +21,7 @@ import importlib.util
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ __all__ = [
     "compile_data_and_stats",
     "fallbacks_without_driver",
     "get_executor",
+    "given_options",
     "installed_versions",
     "mend_nvfuser",
     "nvfuser_registered",
@@ -410,3 +411,21 @@ def make_executable(definition: Any) -> None:
 from thunder import torch as ltorch
 from thunder.extend import FUEL_LEVEL as FUEL_LEVEL
 from thunder.extend import OperatorExecutor as OperatorExecutor
+
+
+def given_options(prefix: str, texts: Mapping[str, str]) -> dict[str, Any]:
+    """What the user gave to Thunder under ``prefix``, by names without it; misspelt ones included, so that somebody says so.
+
+    Args:
+        prefix: of the options' names.
+        texts: known options, and what to say of each in Thunder's own list of compile options.
+    """
+    for name, text in texts.items():
+        get_compile_option(prefix + name, text)  # enters it in the list
+    compile_data = get_compile_data()
+    given = compile_data.compile_options if compile_data is not None else {}
+    return {
+        name.removeprefix(prefix): value
+        for name, value in given.items()
+        if name.startswith(prefix) and value is not None
+    }

@@ -32,7 +32,7 @@ class FusionFixConfig:
     claim_layouts: bool = True  # entry: layouts that a fusion would only carry stay out of it
     recompute_cheap: bool = True  # entry: saved tensors that cheap ops make again are not saved
     recompute_min_bytes: int = 2**20  # entry: smaller tensors are saved; one more kernel costs more than they do
-    memory_budget: str | int | None = None  # entry: forbids folds that copy; rebuilding to meet it is not built yet
+    memory_budget: str | int | None = None  # entry: "32GB", peak of each compiled function; makes more again to meet it
     entry_fuel: int | None = None  # entry: at most this many rewrites; None: no limit
     verify: bool = True  # check every rewrite; a failure keeps the input trace
     strict: bool = False  # raise on a failed check instead of keeping the input trace with a warning; for tests
@@ -81,7 +81,10 @@ def parse_bytes(size: str | int) -> int:
 
 def option_names() -> dict[str, str]:
     """Every option's name with a word on it, for Thunder's listing of compile options."""
-    return {field.name: f"default {field.default!r}; see FusionFixConfig" for field in fields(FusionFixConfig)}
+    return {
+        field.name: f"thunder_fusionfix: default {field.default!r}; see FusionFixConfig"
+        for field in fields(FusionFixConfig)
+    }
 
 
 def check_option(name: str, value: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 from thunder_fusionfix._thunder import (
     BoundSymbol,
     BoundSymbolTag,
-    PrimIDs,
     Proxy,
     TraceCtx,
     TraceProvenance,
@@ -25,8 +24,7 @@ from thunder_fusionfix._thunder import (
 )
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.joint import Anchor, Clone, Insert, JointPlan, Site
-
-_SKIPPED = (PrimIDs.COMMENT, PrimIDs.UNPACK_TRIVIAL)  # what `read` gives no position
+from thunder_fusionfix.read import positioned
 
 
 def copied(trace: TraceCtx) -> TraceCtx:
@@ -39,11 +37,6 @@ def copied(trace: TraceCtx) -> TraceCtx:
 
 def _copied(bsym: BoundSymbol) -> BoundSymbol:
     return bsym.from_bsym(subsymbols=[_copied(sub) for sub in bsym.subsymbols], tags=set(bsym.tags))
-
-
-def positioned(trace: TraceCtx) -> list[BoundSymbol]:
-    """The bound symbols by their positions in the Graph of ``trace``."""
-    return [bsym for bsym in trace.bound_symbols if bsym.sym.id not in _SKIPPED]
 
 
 def fusible_sites(trace: TraceCtx, can_fuse: Callable[[BoundSymbol], bool]) -> frozenset[Site]:
@@ -85,7 +78,8 @@ def apply_joint_plan(trace: TraceCtx, plan: JointPlan, after: Callable[[Any, Any
     renamed = {pos: dict(names) for pos, names in plan.renamed}
 
     bsyms = positioned(trace)
-    result = [bsym for bsym in trace.bound_symbols if bsym.sym.id in _SKIPPED]
+    pos_of = {id(bsym): pos for pos, bsym in enumerate(bsyms)}
+    result: list[BoundSymbol] = []
 
     def kept(pos: int) -> list[BoundSymbol]:
         bsym = bsyms[pos]
@@ -95,7 +89,11 @@ def apply_joint_plan(trace: TraceCtx, plan: JointPlan, after: Callable[[Any, Any
             bsym = editor.with_inputs(bsym, renamed[pos])
         return editor.claimed(bsym) if pos in plan.claims else [bsym]
 
-    for pos in range(len(bsyms)):
+    for bsym in trace.bound_symbols:
+        if id(bsym) not in pos_of:  # prints as a comment, if at all
+            result.append(bsym)
+            continue
+        pos = pos_of[id(bsym)]
         for insert in inserts.get(pos, ()):
             if isinstance(insert.what, Anchor):
                 result.append(editor.anchor(insert.what))

@@ -28,7 +28,7 @@ from thunder_fusionfix._thunder import (
     TensorProxy,
     TraceCtx,
     get_compile_data,
-    get_compile_option,
+    given_options,
     ltorch,
     prims,
     register_executor,
@@ -93,11 +93,12 @@ class FusionFixExecutor(OperatorExecutor, FusionExecutor):
 
 
 def current_config() -> FusionFixConfig:
-    """The options that the user gave to the compile that runs now."""
-    given = {
-        name: get_compile_option(PREFIX + name, f"thunder_fusionfix: {text}") for name, text in option_names().items()
-    }
-    return FusionFixConfig.from_options({name: value for name, value in given.items() if value is not None})
+    """The options that the user gave to the compile that runs now.
+
+    Raises:
+        UsageError: an option is unknown or has an illegal value.
+    """
+    return FusionFixConfig.from_options(given_options(PREFIX, option_names()))
 
 
 # ---------------------------------------------------------------- the list that we stand in

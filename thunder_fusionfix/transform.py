@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from thunder_fusionfix._thunder import TraceCtx, Transform, get_compile_data, get_compile_option
+from thunder_fusionfix._thunder import TraceCtx, Transform, given_options
 from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
 from thunder_fusionfix.model import Report
 from thunder_fusionfix.pipeline import fix_trace
@@ -40,7 +40,7 @@ class FusionFixTransform(Transform):
         self.reports: list[Report] = []  # one for each trace that was looked at, in the order of compilation
 
     def transform_trace_post_optimization(self, computation_trace: TraceCtx, **kwargs: Any) -> TraceCtx:
-        config = FusionFixConfig.from_options({**_compile_options(), **self.options})
+        config = FusionFixConfig.from_options({**given_options(PREFIX, option_names()), **self.options})
         fixed, report = fix_trace(computation_trace, config)
         if report is not None:
             self.reports.append(report)
@@ -57,16 +57,3 @@ class FusionFixTransform(Transform):
     def __repr__(self) -> str:
         options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         return f"thunder_fusionfix.FusionFixTransform({options})"
-
-
-def _compile_options() -> dict[str, Any]:
-    """The options that the user gave to Thunder with our prefix, misspelt ones included, so that somebody says so."""
-    for name, text in option_names().items():
-        get_compile_option(PREFIX + name, f"thunder_fusionfix: {text}")  # enters it in Thunder's own list of options
-    compile_data = get_compile_data()
-    given = compile_data.compile_options if compile_data is not None else {}
-    return {
-        name.removeprefix(PREFIX): value
-        for name, value in given.items()
-        if name.startswith(PREFIX) and value is not None
-    }
