@@ -32,12 +32,15 @@ NAME = "claim_layouts"
 
 
 def plan_claim_layouts(facts: JointFacts, other: JointPlan, fuel: int | None = None) -> JointPlan:
-    """Which layouts to bind for torch; at most ``fuel`` of them, and none that ``other`` moves or renames."""
+    """Which layouts to bind for torch; at most ``fuel`` of them. What ``other`` moves stays where it puts it."""
     finder = _Finder(facts, other)
     claims = finder.claims()[:fuel]
     left = finder.left_to_torch() if other.inserts else []
-    decisions = tuple(finder.decision(pos) for pos in claims)
-    return JointPlan(tuple(finder.moves(claims)), claims=tuple(sorted({*claims, *left})), decisions=decisions)
+    decisions = [finder.decision(pos) for pos in claims]
+    for pos in finder.passengers:
+        if pos not in claims:
+            decisions.append(finder.decision(pos, finder.why_not(facts.joint.ops[pos]) or "no fuel"))
+    return JointPlan(tuple(finder.moves(claims)), claims=tuple(sorted({*claims, *left})), decisions=tuple(decisions))
 
 
 def passengers(region: Op) -> Iterator[Op]:
@@ -119,13 +122,18 @@ class _Finder:
 
     def claims(self) -> list[int]:
         """Passengers that torch may run."""
-        return [
+        return [pos for pos in self.passengers if self.why_not(self.facts.joint.ops[pos]) is None]
+
+    @cached_property
+    def passengers(self) -> tuple[int, ...]:
+        """Layouts that a fusion would carry."""
+        return tuple(
             pos
             for pos, op in enumerate(self.facts.joint.ops)
             if not self.carried.keys().isdisjoint(op.outputs)
-            and self.may_bind(pos, op)
+            and not op.is_fusion
             and not any(_feeds_fusion(self.facts.fused, name, self.carried) for name in op.outputs)
-        ]
+        )
 
     def left_to_torch(self) -> list[int]:
         """Layouts that the dry run leaves to torch, a run of them standing alone: clones put beside them must not change that."""
@@ -137,15 +145,19 @@ class _Finder:
             and len(op.outputs) == 1
             and (found := fused.producer.get(op.outputs[0])) is not None
             and not fused.ops[found].is_fusion
-            and self.may_bind(pos, op)
+            and self.why_not(op) is None
         ]
 
-    def may_bind(self, pos: int, op: Op) -> bool:
-        """True for a layout that torch may run where it stands: nothing is known to write to what it sees."""
-        if op.is_fusion or op.tags & FIXED or pos in self.touched or not is_layout_chain(op):
-            return False
+    def why_not(self, op: Op) -> str | None:
+        """Why torch may not run the layout ``op`` where it stands; None where it may."""
+        if op.is_fusion or not is_layout_chain(op):
+            return "it is not layouts alone"
+        if op.tags & FIXED:
+            return f"it is tagged {', '.join(sorted(op.tags & FIXED))}"
         shared = self.facts.aliases
-        return not any(shared.storage_of.get(name) in self.written for name in (*op.inputs, *op.outputs))
+        if any(shared.storage_of.get(name) in self.written for name in (*op.inputs, *op.outputs)):
+            return "what it sees is written to, or may be by an op that is not known"
+        return None
 
     def may_move(self, op: Op) -> bool:
         """True where nothing may write to what the layout ``op`` sees, so that it may run later."""
@@ -164,13 +176,14 @@ class _Finder:
         )
 
     @cached_property
-    def touched(self) -> frozenset[int]:
-        moved = {insert.what.pos for insert in self.other.inserts if isinstance(insert.what, Moved)}
-        return frozenset(moved)
+    def placed(self) -> frozenset[int]:
+        """What the other plan moves already."""
+        return frozenset(insert.what.pos for insert in self.other.inserts if isinstance(insert.what, Moved))
 
     def moves(self, claims: Sequence[int]) -> Iterator[Insert]:
         """Each claimed op right before the first op that takes its result, so that no run of fusible ops is cut in two."""
-        moving = frozenset(pos for pos in claims if self.may_move(self.facts.joint.ops[pos]))
+        moving = frozenset(claims) - self.placed
+        moving = frozenset(pos for pos in moving if self.may_move(self.facts.joint.ops[pos]))
         for pos in sorted(moving):
             yield Insert(self.target(pos, moving), Moved(pos))
 
@@ -180,9 +193,14 @@ class _Finder:
         users = {user for name in self.facts.joint.ops[pos].outputs for user in consumers.get(name, ()) if user != pos}
         return min((self.target(user, moving) if user in moving else user for user in users), default=pos + 1)
 
-    def decision(self, pos: int) -> Decision:
+    def decision(self, pos: int, why_not: str | None = None) -> Decision:
+        """What is done about the passenger at ``pos``."""
         op = self.facts.joint.ops[pos]
         name = next(name for name in op.outputs if name in self.carried)
-        region = self.carried[name]
-        what = f"{op.id} of {op.inputs[0] if op.inputs else name} is left to torch"
-        return Decision(NAME, pos, region, what, f"{region} would carry {name} and compute nothing with it", True)
+        region, of = self.carried[name], op.inputs[0] if op.inputs else name
+        if why_not is not None:
+            return Decision(
+                NAME, pos, region, f"{op.id} of {of} stays in {region}, which computes nothing with it", why_not, False
+            )
+        why = f"{region} would carry {name} and compute nothing with it"
+        return Decision(NAME, pos, region, f"{op.id} of {of} is left to torch", why, True)
