@@ -333,3 +333,30 @@ def test_new_op_takes_keyword_arguments():
 
     hook = edited(fn, [torch.randn(3, 4)], plan_of)
     assert [op.id for op in read(hook.made).ops if op.outputs] == ["torch.full"]
+
+
+def test_objects_that_cannot_be_written_down_keep_their_names():
+    """A memory format, say: in a trace with another order, an op that did not change reads as the same op."""
+
+    def fn(x):
+        return torch.exp(x) * 2, torch.permute(x, (1, 0)).contiguous(memory_format=torch.contiguous_format)
+
+    class Swap(Edit):
+        def transform_trace_post_optimization(self, computation_trace, **kwargs):
+            self.made = super().transform_trace_post_optimization(computation_trace, **kwargs)
+            verify(read(self.given), read(self.made), Allow(may_reorder=True))
+            return self.made
+
+    def backwards(graph: Graph) -> Plan:
+        """The last op that can be computed at any time comes first."""
+        pos = next(pos for pos, op in enumerate(graph.ops) if "permute" in op.id)
+        copy = next(pos for pos, op in enumerate(graph.ops) if "contiguous" in op.id)
+        rest = [one for one in range(len(graph.ops)) if one not in (pos, copy)]
+        return Plan(order=(pos, copy, *rest))
+
+    hook = Swap(backwards)
+    x = torch.randn(3, 4)
+    with nvfuser_on_cpu():
+        got = thunder.jit(fn, executors=("torch",), transforms=[hook])(x)
+    torch.testing.assert_close(got, fn(x))
+    assert any("memory_format" in str(op.kwargs) for op in read(hook.made).ops)

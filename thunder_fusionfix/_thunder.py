@@ -371,6 +371,14 @@ from thunder.extend import get_always_executors as get_always_executors
 from thunder.plugins import register_plugin as register_plugin
 
 
+def keep_object_names(trace: TraceCtx, before: TraceCtx) -> None:
+    """Lets ``trace`` call objects that Thunder cannot write down (memory formats, process groups) what ``before`` calls them.
+
+    Thunder numbers them anew in every trace, so that an op which did not change would read as another one.
+    """
+    trace._object_ctx = dict(before._object_ctx)
+
+
 def get_compile_stats() -> Any:
     """The CompileStats of the compile that runs now, whose `last_traces` grow as it goes; None outside a compile."""
     return _compile_data.get()[1]

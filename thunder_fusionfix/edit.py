@@ -23,6 +23,7 @@ from thunder_fusionfix._thunder import (
     dtypes,
     from_trace,
     get_always_executors,
+    keep_object_names,
     prims,
     to_device,
     tracectx,
@@ -83,6 +84,7 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str) -> Tr
 
     new_trace.bound_symbols = result
     new_trace = del_last_used(new_trace, clear_mutable_collections=TraceTag.BACKWARD in trace.tags)
+    keep_object_names(new_trace, trace)
     new_trace.set_provenance(TraceProvenance(provenance))
     return new_trace
 

@@ -18,6 +18,7 @@ from thunder_fusionfix._thunder import (
     TraceProvenance,
     from_trace,
     get_always_executors,
+    keep_object_names,
     tracectx,
     tree_iter,
     variableify,
@@ -105,6 +106,7 @@ def apply_joint_plan(trace: TraceCtx, plan: JointPlan, after: Callable[[Any, Any
         if pos not in moved:
             result += kept(pos)
     new_trace.bound_symbols = result
+    keep_object_names(new_trace, trace)
     new_trace.set_provenance(TraceProvenance(provenance))
     return new_trace
 
