@@ -359,6 +359,21 @@ def computation(x, mean):
   return (t1, t2, t3)
 """
 
+# A sum over ranks in the memory of its argument, as tensor parallel layers do it; read before, and again after the wait.
+IN_PLACE_SUM = """
+def computation(x):
+  # x: "cuda:0 f32[4]"
+  t0 = prims.exp(x)  # t0: "cuda:0 f32[4]"
+  t1 = prims.sin(t0)  # t1: "cuda:0 f32[4]"
+  t2 = torch_all_reduce_prim_impl(t0, 'sum', 'world', True, True)  # t2: "cuda:0 f32[4]"
+  t3 = prims.cos(x)  # t3: "cuda:0 f32[4]"
+  t4 = torch_wait_prim_impl(t2)  # t4: "cuda:0 f32[4]"
+  t5 = prims.neg(t0)  # t5: "cuda:0 f32[4]"
+  return (t1, t3, t4, t5)
+"""
+_SUM_BEFORE = '  t1 = prims.sin(t0)  # t1: "cuda:0 f32[4]"\n'
+_SUM_AFTER = '  t5 = prims.neg(t0)  # t5: "cuda:0 f32[4]"\n'
+
 # A region that gives a transposed input as it is, and an in-place write to the input before that is used.
 WRITTEN_PASSENGER = """
 def computation(x, y):
@@ -672,6 +687,20 @@ BROKEN: tuple[Mutant, ...] = (
     ),
     Mutant(
         "a write moved below a read", WRITES, edited(WRITES, (_LINE, ""), ("  return", f"{_LINE}  return")), REORDER, "write-order"
+    ),
+    Mutant(
+        "a read moved below the start of a sum in place",
+        IN_PLACE_SUM,
+        edited(IN_PLACE_SUM, (_SUM_BEFORE, ""), ("  t3 = ", f"{_SUM_BEFORE}  t3 = ")),
+        REORDER,
+        "write-order",
+    ),
+    Mutant(
+        "a read of a sum in place moved above its wait",
+        IN_PLACE_SUM,
+        edited(IN_PLACE_SUM, (_SUM_AFTER, ""), ("  t4 = ", f"{_SUM_AFTER}  t4 = ")),
+        REORDER,
+        "write-order",
     ),
     Mutant(
         "a passenger of written memory made outside after the write",

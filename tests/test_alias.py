@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,6 +119,72 @@ def test_sharing_unknown_op_may_do_anything_to_what_it_is_given() -> None:
     assert found.sharing("x", "y") is Sharing.POSSIBLE
     assert found.is_written("x")
     assert not found.is_written("apart")
+
+
+def composite(name: str, *parts: tuple[str, tuple, str, tuple[int, ...]]) -> GraphBuilder:
+    """A function of ``x`` and ``mean`` with one op that consists of ``parts``: id, arguments, output and shape."""
+    build = GraphBuilder()
+    x, mean = build.arg("x", (4,)), build.arg("mean", (4,))
+    a, b = build.op("torch.exp", x, out="a", shape=(4,)), build.op("torch.exp", mean, out="b", shape=(4,))
+    build.region(
+        name,
+        [a, b],
+        [Ref(part[2]) for part in parts],
+        lambda: [build.op(i, *args, out=o, shape=s) for i, args, o, s in parts],
+    )
+    build.ops[-1] = replace(build.ops[-1], is_fusion=False)
+    return build
+
+
+def test_sharing_composite_without_a_row_is_told_by_its_parts() -> None:
+    """``split`` gives views of what it is given and writes nothing; its outputs may be one memory."""
+    parts = [("prims.slice_prim", (Ref("a"), (start,), (start + 2,)), f"half{start}", (2,)) for start in (0, 2)]
+    found = aliases(composite("torch.split", *parts).returns(Ref("half0"), Ref("half2")))
+    assert [found.sharing("a", name) for name in ("half0", "half2", "x")] == [Sharing.CERTAIN] * 2 + [Sharing.NONE]
+    assert not found.is_written("a") and not found.is_written("b")
+
+
+def test_sharing_composite_that_writes_inside_writes_what_it_is_given() -> None:
+    """``batch_norm`` as one op of torch's changes its running averages, though it gives only the norm."""
+    parts = [("prims.neg", (Ref("a"),), "y", (4,)), ("prims.copy_", (Ref("y"), Ref("b")), "new", (4,))]
+    found = aliases(composite("torch.nn.functional.batch_norm", *parts).returns(Ref("y")))
+    assert [access.writes for access in found.accesses[found.group_of("b")] if access.name == "b"] == [True]
+    assert found.sharing("b", "mean") is Sharing.NONE
+
+
+def test_sharing_wait_gives_the_memory_of_its_transfer() -> None:
+    """What a collective fills is there when the wait returns: one storage, written by nobody whom the trace shows."""
+    build = GraphBuilder()
+    x = build.arg("x", (4,))
+    future = build.op("torch_all_reduce_prim_impl", x, "sum", "world", True, False, out="future", shape=(4,))
+    y = build.op("torch_wait_prim_impl", future, out="y", shape=(4,))
+    found = aliases(build.returns(y))
+    assert found.sharing("future", "y") is Sharing.CERTAIN and found.sharing("x", "y") is Sharing.NONE
+    assert not any(access.writes for accesses in found.accesses.values() for access in accesses)
+
+
+def test_sharing_all_reduce_without_a_clone_writes_its_argument_until_the_wait() -> None:
+    """Start and wait both count as writes, so no read of that memory comes between them or leaves its side."""
+    build = GraphBuilder()
+    x = build.op("torch.ones", (4,), out="x", shape=(4,))
+    future = build.op("torch_all_reduce_prim_impl", x, "sum", "world", True, True, out="future", shape=(4,))
+    y = build.op("torch_wait_prim_impl", future, out="y", shape=(4,))
+    found = aliases(build.returns(y))
+    assert found.sharing("x", "y") is Sharing.CERTAIN
+    assert [(access.pos, access.writes) for access in found.accesses[found.group_of("x")]] == [
+        (1, True),
+        (2, True),
+        (3, False),
+    ]
+
+
+def test_sharing_gradient_of_a_view_may_be_its_cotangent() -> None:
+    """``swapaxes_vjp`` gives the cotangent with swapped dims: a write to one may be seen in the other."""
+    build = GraphBuilder()
+    g = build.op("torch.ones", (4, 2), out="g", shape=(4, 2))
+    x = build.op("swapaxes_vjp", ((Ref("x"), 0, 1), ()), g, out="gx", shape=(2, 4))
+    found = aliases(build.returns(x))
+    assert found.sharing("g", "gx") is Sharing.POSSIBLE and not found.is_written("g")
 
 
 def test_sharing_arguments_may_share_with_one_another() -> None:

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from thunder_fusionfix.effects import _TABLE, PURE, Copies, Kind, effect_of, is_layout, short_name
-from thunder_fusionfix.model import Op
+from thunder_fusionfix.effects import _FROM_TORCH, _TABLE, PURE, Copies, Kind, effect_of, is_layout, short_name
+from thunder_fusionfix.model import Op, Ref
 
 torchex = pytest.importorskip("thunder.executors.torchex")
 
@@ -54,6 +54,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "detach": lambda x: x.detach(),
     "t": lambda x: x[:, 0].t(),
     "mT": lambda x: x.mT,
+    "swapaxes": lambda x: x.swapaxes(0, -1),
+    "swapdims": lambda x: torch.swapdims(x, 0, 2),
+    "moveaxis": lambda x: x.moveaxis(0, 1),
     "movedim": lambda x: torch.movedim(x, 0, 1),
     "select": lambda x: x.select(0, 1),
     "narrow": lambda x: x.narrow(2, 0, 2),
@@ -62,6 +65,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "reshape": lambda x: torch.reshape(x, (6,)),
     "view": lambda x: x.view(6) if x.is_contiguous() else x.view(2, 3),
     "flatten": lambda x: torch.flatten(x),
+    "ravel": lambda x: torch.ravel(x),
+    "reshape_as": lambda x: x.reshape_as(torch.empty(6)),
+    "view_as": lambda x: x.view_as(torch.empty(6)) if x.is_contiguous() else x.view_as(torch.empty(2, 3)),
     "unflatten": lambda x: torch.unflatten(x, 2, (3, 1)),
     "contiguous": lambda x: x.contiguous(),
     "stride_order": lambda x: torchex._stride_order_prim_impl(x, (2, 1, 0)),
@@ -74,6 +80,9 @@ MAYBE = {
     "reshape": (True, False),
     "view": (True, True),
     "flatten": (True, False),
+    "ravel": (True, False),
+    "reshape_as": (True, False),
+    "view_as": (True, True),
     "unflatten": (True, True),
     "contiguous": (True, False),
     "stride_order": (False, False),
@@ -117,6 +126,20 @@ def test_copy_row_writes_its_second_argument_and_gives_it_back() -> None:
     assert shares(result, destination)
     assert torch.equal(destination, torch.ones(3))
     assert not shares(result, source)
+
+
+def test_all_reduce_writes_its_argument_where_it_skips_the_clone(monkeypatch) -> None:
+    """Thunder's ``all_reduce(tensor, op, group, do_async, skip_clone)`` then sums in the memory of the tensor."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, *args: tensor.mul_(2))
+    monkeypatch.setattr(torchex.ltorch, "to_torch_distributed_reduce_op", lambda op: op)
+    for skip_clone in (False, True):
+        x = torch.ones(3)
+        result = torchex._all_reduce_prim_impl(x, "sum", "world", False, skip_clone)
+        row = effect_of(Op("torch_all_reduce_prim_impl", (Ref("x"), "sum", "world", False, skip_clone)))
+        assert row.kind is Kind.COLLECTIVE
+        assert bool(row.writes) == shares(result, x) == (not torch.equal(x, torch.ones(3))) == skip_clone
+    by_name = Op("thunder.distributed.prims.all_reduce", (Ref("x"), "sum", "world"), kwargs=(("skip_clone", True),))
+    assert effect_of(by_name).writes == (0,)
 
 
 def test_every_write_row_writes_an_argument_that_the_operator_has() -> None:
@@ -265,6 +288,15 @@ def gives_an_argument(result: object, args: tuple) -> bool:
         ("my_library.linear", Kind.BARRIER),
         ("nvFusionary", Kind.BARRIER),
         ("something_new", Kind.BARRIER),
+        ("torch_unpack_prim_impl", Kind.BARRIER),  # copies a bucket into tensors; no statement
+        ("thunder.distributed.prims.unpack", Kind.BARRIER),
+        ("torch.spmm", Kind.MATMUL),
+        ("torch.swapaxes", Kind.LAYOUT),
+        ("torch.torch.linalg.multi_dot", Kind.COMPUTE),
+        ("operator.mul", Kind.POINTWISE),
+        ("swapaxes_vjp", Kind.COMPUTE),
+        ("alpha_dropout_vjp", Kind.RANDOM),
+        ("as_strided_vjp", Kind.BARRIER),
     ],
 )
 def test_effect_of_a_printed_name_is_its_row_and_barrier_for_a_name_without_one(op_id, kind) -> None:
@@ -287,3 +319,128 @@ def test_pure_kinds_read_and_change_nothing_but_their_inputs() -> None:
     assert is_layout(Op("prims.transpose", ()))
     assert not is_layout(Op("prims.exp", ()))
     assert short_name("torch.nn.functional.linear") == "linear"
+
+
+# ---------------------------------------------------------------- all that Thunder can print
+
+# Symbols of Thunder's that have no row, and so are barriers, by the reason.
+WITHOUT_ROW: dict[str, str] = {
+    "its value depends on strides, or it gives a tensor another memory": """
+        as_strided as_strided_scatter resize resize_as
+    """,
+    "writes without saying so: running averages, quantisation state, a renormed weight": """
+        batch_norm instance_norm native_batch_norm batch_norm_backward_elemt batch_norm_backward_reduce batch_norm_elemt
+        batch_norm_gather_stats batch_norm_gather_stats_with_counts batch_norm_stats batch_norm_update_stats
+        embedding_bag fused_moving_avg_obs_fake_quant retain_grad module_load
+    """,
+    "the host waits for a size or a value": """
+        argwhere bincount equal is_nonzero lobpcg lstsq masked_select nonzero nonzero_static tolist unique
+        unique_consecutive numpy cpu pin_memory device_put ctc_loss histc histogram new_tensor
+    """,
+    "asks about a tensor; mostly gone before a trace is final": """
+        data_ptr dense_dim dim_order element_size get_device has_names is_coalesced is_conj is_contiguous is_distributed
+        is_inference is_neg is_pinned is_same_size is_set_to is_shared is_signed ndimension nelement shape sparse_dim
+    """,
+    "sparse, quantised and named tensors": """
+        align_as align_to ccol_indices choose_qparams_optimized coalesce col_indices crow_indices crow_indices_copy dsmm
+        fake_quantize_per_channel_affine fake_quantize_per_tensor_affine fbgemm_linear_fp16_weight
+        fbgemm_linear_fp16_weight_fp32_activation fbgemm_linear_int8_weight fbgemm_linear_int8_weight_fp32_activation
+        fbgemm_linear_quantize_weight fbgemm_pack_gemm_matrix_fp16 fbgemm_pack_quantized_matrix hsmm hspmm indices
+        indices_copy int_repr refine_names rename row_indices row_indices_copy saddmm smm sparse_mask sspaddmm to_dense
+        to_sparse values values_copy
+    """,
+    "new and empty of any content, or of a number that is read": "new_empty new_full scalar_tensor",
+    "buckets that live from step to step": """
+        pack pack_for_fsdp stash_grad_for_fsdp unpack unpack_for_fsdp update_bucket_view
+    """,
+    "tensors on several devices": """
+        dtensor_add_prim dtensor_broadcast_in_dim_prim dtensor_convert_element_type_prim dtensor_exp_prim
+        dtensor_from_local dtensor_grouped_mm_prim dtensor_linear_prim dtensor_mul_prim dtensor_neg_prim
+        dtensor_reciprocal_prim dtensor_redistribute dtensor_reshape_prim dtensor_to_local dtensor_transpose_prim
+    """,
+    "several views in one op: what they are, their parts say": """
+        atleast_1d atleast_2d atleast_3d chunk split tensor_split unbind
+    """,
+    "the order of writes to memory with several names": "update_aliases",
+    "kernels of other libraries": """
+        apex_cross_entropy apex_cross_entropy_backward fa3_bwd fa3_fwd te_functional_linear_backward
+        te_sync_fp8_meta_bwd philox_rand
+    """,
+    "Python's own, in prologues": """
+        assert_compare assert_tensor_metadata check_bool_conversion check_empty check_instance check_len
+        check_literal_like check_number_type_and_value check_python_repr check_slice_value check_string_value
+        check_tensor_metadata check_tensor_shape_and_metadata check_type construct_tuple convert_element_type_prim
+        exogenous_like numpy_array_to_torch_tensor pack_attr pack_buffer pack_setitem py_abs py_floordiv
+        python_dataclass_new python_print python_vars unpack_attr unpack_buffer unpack_cache_info unpack_empty_dict
+        unpack_function_obj unpack_getitem unpack_iter unpack_next unpack_parameter unpack_submodule
+        unpack_thunder_module
+    """,
+    "programs in programs": "autograd_function_apply checkpoint cond",
+}
+
+
+def printed() -> dict[str, str]:
+    """The names of all that Thunder's executors run and that its own symbols are, as a trace prints them, and whose they are."""
+    import thunder.torch as ltorch
+    from thunder.core import prims
+    from thunder.core.symbol import Symbol
+    from thunder.extend import get_all_executors
+
+    found: dict[str, str] = {}
+    for executor in get_all_executors():
+        for symbol in getattr(executor, "_opmap", {}).values():
+            home = getattr(symbol.module, "__name__", "")
+            is_function = home.split(".")[0] in ("torch", "Tensor", "operator", "math")
+            found[f"{home}.{symbol.name}" if is_function else symbol.name] = executor.name
+    found |= {f"prims.{symbol.name}": "prims" for symbol in vars(prims).values() if isinstance(symbol, Symbol)}
+    for symbol in vars(ltorch).values():
+        if isinstance(symbol, Symbol) and symbol.is_prim:  # the others show their parts
+            found.setdefault(f"ltorch.{symbol.name}" if symbol.module is ltorch else symbol.name, "ltorch")
+    return found
+
+
+def test_every_symbol_of_thunder_has_a_row_or_is_known_to_have_none() -> None:
+    """A release of Thunder with a new operator fails here, so that somebody decides what it does."""
+    names = printed()
+    assert len(names) > 1500
+    has_row = {name: effect(name).kind is not Kind.BARRIER for name in names if not name.endswith("_vjp")}
+    expected = {name for group in WITHOUT_ROW.values() for name in group.split()}
+    assert {short_name(name) for name, known in has_row.items() if not known} - expected == set(), "new symbols"
+    assert {short_name(name) for name, known in has_row.items() if known} & expected == set(), "these have a row"
+
+
+def test_gradients_of_torchs_functions_are_as_pure_as_the_functions() -> None:
+    """``*_vjp`` runs the function again: it draws where the function draws, and is unknown where that is."""
+    gradients = [name for name in printed() if name.endswith("_vjp")]
+    assert len(gradients) > 400
+    for name in gradients:
+        base, row = effect(f"torch.{name.removesuffix('_vjp')}"), effect(name)
+        assert row.kind is (Kind.COMPUTE if base.is_pure else base.kind)
+        assert row.copies is Copies.MAYBE or not row.is_pure
+
+
+def test_gradient_of_a_view_is_a_view_of_the_cotangent() -> None:
+    """So a gradient counts as what may have the memory of its arguments."""
+    vjp = implementation(next(op for name, op in torchex.ex._opmap.items() if name == "swapaxes_vjp"))
+    cotangent = torch.rand(3, 2)
+    gradient, *_ = vjp(((torch.rand(2, 3), 0, 1), {}), cotangent)
+    assert shares(gradient, cotangent)
+
+
+def test_rows_taken_from_torch_neither_write_nor_draw_nor_wait() -> None:
+    """As torch's own schemas and tags of the operators say."""
+    num_schemas = 0
+    for name in _FROM_TORCH:
+        for prefix in ("", "special_", "linalg_", "fft_"):
+            for schema in torch._C._jit_get_schemas_for_operator(f"aten::{prefix}{name}"):
+                if any(argument.is_out for argument in schema.arguments):
+                    continue
+                num_schemas += 1
+                assert not any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments), name
+                packet = getattr(torch.ops.aten, f"{prefix}{name}")
+                tags = getattr(packet, schema.overload_name or "default").tags
+                assert STATEFUL_TAGS.isdisjoint(tags), name
+    assert num_schemas > 300
+
+
+STATEFUL_TAGS = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}

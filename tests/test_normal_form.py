@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -217,6 +218,62 @@ def test_order_of_layouts_and_pointwise_ops_does_not_matter() -> None:
                 current = getattr(program, kind)(current, rest[kind].pop(0))
             ends.append(forms.of(program.graph((x,))).values[current])
         assert len(set(ends)) == 1, [forms.text(end, 20) for end in ends]
+
+
+def test_permutes_and_pads_of_several_dims_commute() -> None:
+    """Padded first or permuted first, also where dims of one size are padded alike: one form, and torch's own numbers."""
+    rng = random.Random(5)
+    for _ in range(120):
+        shape = tuple(rng.choice((2, 2, 3)) for _ in range(rng.randint(2, 4)))
+        amounts = tuple(rng.choice(((0, 0, 0), (1, 0, 0), (1, 0, 0), (0, 2, 0), (1, -1, 1))) for _ in shape)
+        goal, is_sum = tuple(rng.sample(range(len(shape)), len(shape))), rng.random() < 0.5
+        forms, ends, numbers = Forms(), [], []
+        for _ in range(3):
+            program = Program(random.Random(0))
+            x = program.leaf(shape)
+            end = padded_and_permuted(program, x, amounts, goal, is_sum, rng)
+            graph = program.graph((x,))
+            ends.append(forms.of(graph).values[end])
+            numbers.append(bits(run_graph(graph)[end]))
+        assert len(set(numbers)) == 1
+        assert len(set(ends)) == 1, [forms.text(end, 20) for end in ends]
+
+
+def padded_and_permuted(
+    program: Program,
+    x: str,
+    amounts: Sequence[tuple[int, int, int]],
+    goal: Sequence[int],
+    is_sum: bool,
+    rng: random.Random,
+) -> str:
+    """A pad of ``x``, or of a sum with itself turned around, cast and permuted to ``goal`` in a random order of the steps."""
+
+    def permuted(name: str, dims: Sequence[int]) -> str:
+        value = program.values[name]
+        return program.emit(
+            "prims.transpose", (Ref(name), tuple(dims)), tuple(value.shape[dim] for dim in dims), value.dtype
+        )
+
+    rank = len(goal)
+    if is_sum and len(set(program.values[x].shape)) == 1:
+        x = program.emit("prims.add", (Ref(x), Ref(permuted(x, range(rank)[::-1]))), program.values[x].shape, "f32")
+    dims = list(range(rank))  # which dim of ``x`` each one is by now
+    steps = ["pad", "cast", *["permute"] * rng.randint(0, 2)]
+    rng.shuffle(steps)
+    for step in (*steps, "last permute"):
+        value = program.values[x]
+        if step == "cast":
+            x = program.pointwise(x, "bf16")
+        elif step == "pad":
+            config = tuple(amounts[dim] for dim in dims)
+            new = tuple(low + high + size + (size - 1) * inner for size, (low, high, inner) in zip(value.shape, config))
+            x = program.emit("prims.pad", (Ref(x), 0.5, config), new, value.dtype)
+        else:
+            wanted = list(goal) if step == "last permute" else rng.sample(range(rank), rank)
+            x = permuted(x, [dims.index(dim) for dim in wanted])
+            dims = wanted
+    return x
 
 
 def test_regions_do_not_matter() -> None:

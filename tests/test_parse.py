@@ -588,3 +588,10 @@ def test_parse_and_check_28_layer_trace_takes_seconds() -> None:
     assert time.process_time() - start < 3.0
     assert parsed.ops == graph.ops
     check_graph(parsed)
+
+
+@pytest.mark.parametrize("call", ["torch.transpose(x, 0, 1)", "torch.permute(x, (1, 0))", "torch.swapaxes(x, -1, 0)"])
+def test_infer_two_dims_of_a_matrix_are_swapped_under_every_spelling(call):
+    """``transpose(x, 0, 1)`` names the two dims that change places, ``permute`` the order of all."""
+    graph = parse(f'def f(x):\n  # x: "cuda:0 f32[3, 5]"\n  y = {call}\n  return y\n')
+    assert graph.values["y"].shape == (5, 3)

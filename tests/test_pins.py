@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -172,6 +173,22 @@ def test_overlap_two_transfers_at_once_keep_starts_waits_and_the_work_between() 
     assert all(reaches(graph, start, 2) for start in (0, 1))
     assert all(reaches(graph, 2, wait) for wait in (3, 4))
     assert reaches(graph, 0, 1) and reaches(graph, 3, 4)
+
+
+def test_memory_all_reduce_in_place_keeps_reads_on_their_sides() -> None:
+    """A sum in the memory of its argument is a write from the start to the wait; no read may come between, or change sides."""
+    build = GraphBuilder()
+    x = build.op("prims.full", SHAPE, 1.0, out="x", shape=SHAPE)
+    build.op("prims.exp", x, out="before", shape=SHAPE)
+    future = build.op("torch_all_reduce_prim_impl", x, "sum", "world", True, True, out="future", shape=SHAPE)
+    build.op("torch_wait_prim_impl", future, out="sum", shape=SHAPE)
+    build.op("prims.sin", x, out="after", shape=SHAPE)
+    graph = build.returns(Ref("before"), Ref("sum"), Ref("after"))
+    assert reaches(graph, 1, 2) and reaches(graph, 3, 4)
+    cloned = replace(
+        graph, ops=tuple(replace(op, args=(*op.args[:4], False)) if op.args[-1:] == (True,) else op for op in graph.ops)
+    )
+    assert not reaches(cloned, 1, 2) and not reaches(cloned, 3, 4)
 
 
 def test_fence_nothing_passes_an_unknown_op() -> None:

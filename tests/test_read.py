@@ -74,6 +74,30 @@ def test_caller_holds_arguments_of_a_forward_and_of_inference_but_not_saved_tens
     assert read(backward, held=("w",)).held == {"w"}
 
 
+def test_cotangents_are_held_where_autograd_is_not_split():
+    """ThunderFX's option: the engine holds what it hands over until the backward returns; else a ``del`` frees it."""
+
+    def held(**options):
+        look = During(lambda trace: read(trace))
+        trained(norm, leaf(2, 3), leaf(3, 2), transforms=[look], **options)
+        forward, backward = look.found
+        cotangents = {op.inputs[0]: op.outputs for op in backward.ops if op.id == UNPACK}[backward.args[1]]
+        assert forward.held == set(forward.args) and cotangents
+        return backward.held, cotangents
+
+    free, _ = held()
+    kept, cotangents = held(thunderfx_disable_split_autograd=True)
+    assert (free, kept) == (frozenset(), frozenset(cotangents))
+
+
+def test_cotangents_are_held_under_thunderfx():
+    """Its backend sets the option itself."""
+    look = During(lambda trace: read(trace))
+    x = leaf(4, 4)
+    torch.compile(lambda x: torch.sin(x).sum(), backend=ThunderCompiler(transforms=[look]))(x).backward()
+    assert [bool(graph.held) for graph in look.found if graph.stage == "backward"] == [True]
+
+
 def test_saved_tensors_of_forward_and_backward_are_the_same():
     """What the forward returns second is what the backward unpacks first."""
     forward, backward = trained(norm, leaf(2, 3), leaf(3, 2))

@@ -36,8 +36,9 @@ from thunder_fusionfix.effects import Copies, Effect, Kind, effect_of
 from thunder_fusionfix.layout import Shape, Strides, Viewed, is_row_major, layout_of, row_major, source_of
 from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Value, refs
 
-# Kinds whose outputs may be their inputs: unknown ops, dropout that is off, collectives that work in place.
-_MAY_GIVE_INPUTS = frozenset({Kind.BARRIER, Kind.RANDOM, Kind.COLLECTIVE, Kind.WAIT})
+# Kinds whose outputs may be their inputs whatever the row says: unknown ops, dropout that is off.
+_MAY_GIVE_INPUTS = frozenset({Kind.BARRIER, Kind.RANDOM})
+_REARRANGE = frozenset({Kind.LAYOUT, Kind.POINTWISE})  # of these `rearranged` tells which give their input
 
 _EFFICIENT_ATTENTION = "sdpaex_grad_forward_scaled_dot_product_efficient_attention"
 _FLASH_ATTENTION = "sdpafx_grad_forward_scaled_dot_product_efficient_attention"  # so named in Thunder
@@ -205,7 +206,7 @@ class _Walk:
         inputs = [name for name in op.inputs if name in self.storage_of]
         outputs = [name for name in op.outputs if name not in self.storage_of and self.is_tensor(name)]
         effect = effect_of(op)
-        if effect.kind is Kind.REGION:
+        if effect.kind is Kind.REGION or _is_told_by_parts(op, effect):
             written = self.visit_region(op, inputs, outputs)
         else:
             written = self.visit_single(op, effect, inputs, outputs)
@@ -218,8 +219,10 @@ class _Walk:
             for name in outputs:
                 self.bring_in(name)
             return frozenset()
-        if effect.kind is Kind.WRITE:
+        if effect.writes:
             return self.visit_write(op, effect, inputs, outputs)
+        if effect.kind is Kind.WAIT:
+            return self.visit_wait(inputs, outputs)
         if len(outputs) == 1 and inputs:
             made = rearranged(op, self.graph.values, self.strides)
             if made is not None:
@@ -227,9 +230,7 @@ class _Walk:
                 return frozenset()
         for name in outputs:
             id = self.add_dense(name, computed_strides(op, self.graph.values, self.strides, name))
-            if effect.kind in (Kind.BARRIER, Kind.RANDOM) or (
-                effect.kind is Kind.MOVE and effect.copies is Copies.MAYBE
-            ):
+            if _may_give_inputs(effect):
                 for source in inputs:
                     self.may_share(id, self.storage_of[source])
         return frozenset(inputs) if effect.kind is Kind.BARRIER else frozenset()
@@ -245,6 +246,15 @@ class _Walk:
             for source in inputs:
                 self.may_share(id, self.storage_of[source])
         return frozenset(written or inputs)
+
+    def visit_wait(self, inputs: list[str], outputs: list[str]) -> frozenset[str]:
+        """A wait gives the memory of its transfers. What a transfer in place fills is somebody's memory, written until then."""
+        for name in outputs:
+            if len(inputs) == 1:
+                self.share(name, inputs[0], self.strides[inputs[0]])
+            else:
+                self.add_dense(name, None)
+        return frozenset(name for name in inputs if self.roots[self.storage_of[name]] != name)
 
     def add_dense(self, name: str, strides: Strides | None) -> int:
         return self.add(name, span_bytes(self.graph.values[name], strides), strides)
@@ -278,7 +288,23 @@ class _Walk:
             for other in inside.may_share.get(name, ()):
                 if other in self.storage_of:
                     self.may_share(self.storage_of[name], self.storage_of[other])
+        if not op.is_fusion:  # an executor may give views where its parts make memory
+            for name in outputs:
+                for other in (*inputs, outputs[0]):
+                    self.may_share(self.storage_of[name], self.storage_of[other])
         return inside.written
+
+
+def _may_give_inputs(effect: Effect) -> bool:
+    """True for an op that computes, but may give an input, or a view of one, where there is nothing to compute."""
+    return effect.kind in _MAY_GIVE_INPUTS or (effect.kind not in _REARRANGE and effect.copies is Copies.MAYBE)
+
+
+def _is_told_by_parts(op: Op, effect: Effect) -> bool:
+    """True for a composite without a row, or one that writes: batch_norm, seen as one op, changes its running averages."""
+    if not op.subops:
+        return False
+    return effect.kind is Kind.BARRIER or any(effect_of(leaf).writes for leaf in op.leaves)
 
 
 # ---------------------------------------------------------------- single ops
@@ -422,13 +448,13 @@ class _InsideWalk:
     def visit(self, leaf: Op) -> None:
         effect = effect_of(leaf)
         strides = {name: self.seen[name].strides for name in leaf.inputs if name in self.seen}
-        made = None if effect.kind is Kind.WRITE else rearranged(leaf, self.values, strides)
+        made = None if effect.writes else rearranged(leaf, self.values, strides)
         reached = self.reached(leaf.inputs)
         destinations = self.reached(tuple(_destinations(leaf, effect))) or reached
         for name in leaf.outputs:
             if name in self.seen:
                 continue
-            if effect.kind is Kind.WRITE:
+            if effect.writes:
                 self.seen[name] = self.destination(leaf, effect)
                 self.doubts[name] = destinations
             elif made is not None:
@@ -436,8 +462,8 @@ class _InsideWalk:
                 self.doubts[name] = self.reached((made.source,))
             else:
                 self.seen[name] = Seen(self.own(name), self.computed(leaf, name, strides))
-                self.doubts[name] = reached if effect.kind in _MAY_GIVE_INPUTS else ()
-        if effect.kind is Kind.WRITE:
+                self.doubts[name] = reached if _may_give_inputs(effect) else ()
+        if effect.writes:
             self.written.update(destinations)
         elif effect.kind is Kind.BARRIER:
             self.written.update(reached)

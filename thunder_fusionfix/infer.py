@@ -29,7 +29,7 @@ SWEEPS = 6  # a chain in one direction needs one; values between chains of both 
 # Elementwise ops whose output is not of their operands' dtype.
 _PREDICATES = frozenset(
     ("eq", "ne", "lt", "le", "gt", "ge", "isfinite", "isnan", "isinf", "signbit")
-    + ("logical_not", "logical_and", "logical_or")
+    + ("logical_not", "logical_and", "logical_or", "logical_xor")
 )
 _OTHER_DTYPE = frozenset(("bitcast", "real", "imag", "abs"))  # abs, of complex numbers
 _SAME_TENSOR = ("shallow_copy", "detach", "stride_order", "contiguous", "clone", "dropout", "alias")
@@ -283,7 +283,9 @@ def _permute(op: Op, facts: Facts) -> None:
     if dims is None or not all(-len(shape) <= dim < len(shape) for dim in dims):
         return
     dims = tuple(dim % len(shape) for dim in dims)
-    if len(dims) == 2 and len(shape) != 2 and not op.id.startswith("prims."):  # torch.transpose(x, 0, 2)
+    if (
+        short_name(op.id) != "permute" and len(op.args) == 3 and not op.id.startswith("prims.")
+    ):  # torch.transpose(x, 0, 2)
         swapped = list(range(len(shape)))
         swapped[dims[0]], swapped[dims[1]] = dims[1], dims[0]
         dims = tuple(swapped)
@@ -513,14 +515,14 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(_SAME_TENSOR, _same_tensor),
     **dict.fromkeys(_SAME_SHAPE, _same_shape),
     **dict.fromkeys(("convert_element_type", "to", "float", "type_as"), _convert),
-    **dict.fromkeys(("transpose", "permute"), _permute),
+    **dict.fromkeys(("transpose", "swapaxes", "swapdims", "permute"), _permute),
     **dict.fromkeys(("reshape", "view"), _reshape),
     **dict.fromkeys(("broadcast_in_dim", "expand"), _to_shape),
     **dict.fromkeys(("squeeze", "flatten", "unflatten"), _same_numel),
     "unsqueeze": _unsqueeze,
     "split": _split,
     **dict.fromkeys(("sum", "amax", "amin", "prod", "var", "var_mean"), _reduce),
-    **dict.fromkeys(("matmul", "mm", "bmm"), _matmul),
+    **dict.fromkeys(("matmul", "mm", "spmm", "bmm"), _matmul),
     **dict.fromkeys(("full", "uniform"), _full),
     "slice_prim": _slice,
     "cat": _cat,

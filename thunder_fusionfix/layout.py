@@ -304,12 +304,17 @@ def layout_of(op: Op, values: Mapping[str, Value]) -> Layout | None:
     return layout if layout is not None and _fits(layout, before.shape, after.shape) else None
 
 
+_RESHAPES = frozenset(
+    {"reshape", "view", "flatten", "unflatten", "ravel", "reshape_as", "view_as", "unsqueeze", "squeeze"}
+)
+
+
 def _as_written(op: Op, before: Shape, after: Shape) -> Layout | None:
     """The layout that the arguments of ``op`` name, whether or not it fits the shapes."""
     name = short_name(op.id)
     if name in ("shallow_copy", "detach", "alias", "fusionfix_after"):
         return Same()
-    if name in ("transpose", "permute"):
+    if name in ("transpose", "permute", "swapaxes", "swapdims"):
         dims = _permutation(op, name, len(before))
         return None if dims is None else Permute(dims)
     if name == "slice_prim":
@@ -325,7 +330,7 @@ def _as_written(op: Op, before: Shape, after: Shape) -> Layout | None:
         return Contiguous(_ints_at(op, 1))
     if name == "contiguous":
         return Contiguous() if _is_plain_contiguous(op) else None
-    if name in ("reshape", "view", "flatten", "unflatten", "unsqueeze", "squeeze"):
+    if name in _RESHAPES:
         return Reshape(after)
     if name == "expand":
         return Broadcast(after, tuple(range(len(after) - len(before), len(after))))
@@ -377,7 +382,7 @@ def _permutation(op: Op, name: str, ndim: int) -> tuple[int, ...] | None:
     if dims is None:
         return None
     dims = tuple(dim % ndim for dim in dims) if ndim else dims
-    if name == "transpose" and not op.id.startswith("prims.") and len(op.args) == 3:
+    if name != "permute" and not op.id.startswith("prims.") and len(op.args) == 3:
         swapped = list(range(ndim))
         swapped[dims[0]], swapped[dims[1]] = dims[1], dims[0]
         return tuple(swapped)

@@ -8,7 +8,7 @@ because each is brought into a form in which layouts stand nowhere but at the bo
 - layouts compose into one `IndexMap` over their source; copies in another memory order do not change a value;
 - a layout of an elementwise op is the op of the layouts: ``L(f(a, b)) = f(L(a), L(b))``, and casts are elementwise;
 - sums, pads and concatenations work on some dims and repeat over the others, their *rows*. They are written over
-  ``[rows, own dims...]``; a layout of rows moves below them, a layout of own dims stays above;
+  ``[rows, own dims...]``; a layout of rows moves below them, a layout of own dims stays above; a pad's own dims have one order;
 - a constant has no layout; an empty tensor has no content;
 - a pad seen only where its source shows is the source;
 - a cross entropy is seen row by row: rows whose label is padded with the ignored one are left out of it, and the
@@ -44,6 +44,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise, permutations
 from math import prod
 from typing import NamedTuple
 
@@ -121,6 +122,14 @@ def has_effect(op: Op) -> bool:
     ):  # what a composite without a row does, its parts say
         return True
     return any(effect_of(leaf).kind not in _HARMLESS for leaf in op.leaves) if op.subops else False
+
+
+def _is_view(op: Op) -> bool:
+    """True for an op that reads no memory: a layout that never copies, or a composite without a row of nothing but these."""
+    effect = effect_of(op)
+    if effect.kind is Kind.BARRIER and op.subops:
+        return all(_is_view(leaf) for leaf in op.leaves)
+    return effect.kind is Kind.LAYOUT and effect.copies is Copies.NEVER
 
 
 @dataclass
@@ -218,8 +227,10 @@ class Forms:
             if moved is not None:
                 children = tuple(self._pushed[pair] for pair in zip(moved.below, node.children))
                 assert node.shape is not None
-                rows = self.node(node.op, node.label, children, (moved.num_rows, *node.shape[1:]), node.dtype)
-                return self._on_top(moved.above, rows)
+                shape = (moved.num_rows, *node.shape[1:])
+                if isinstance(node.label, _Pad):
+                    return self.rearranged(moved.above, self._pad(node.label, children[0], shape, node.dtype))
+                return self._on_top(moved.above, self.node(node.op, node.label, children, shape, node.dtype))
         return self._on_top(index, source)
 
     def _composed(self, map_id: int, source: int) -> int | None:
@@ -361,11 +372,31 @@ class Forms:
     def _cast_below_pad(self, dtype: str | None, source: int, pad: _Pad) -> int:
         node = self.nodes[source]
         if node.op == "layout":
-            return self.node(
-                "layout", node.label, (self._cast_below_pad(dtype, node.children[0], pad),), node.shape, dtype
-            )
+            assert isinstance(node.label, IndexMap)
+            return self.rearranged(node.label, self._cast_below_pad(dtype, node.children[0], pad))
+        assert node.shape is not None
         label = _Pad(_number(pad.fill, dtype), pad.config)
-        return self.node("rows", label, (self.cast(dtype, node.children[0]),), node.shape, dtype)
+        return self._pad(label, self.cast(dtype, node.children[0]), node.shape, dtype)
+
+    def _pad(self, label: _Pad, source: int, shape: Shape, dtype: str | None) -> int:
+        """A pad of the dims of ``source`` after its rows, to ``shape``; which of them comes first makes no difference.
+
+        They are brought into the order of their amounts and sizes, and among equal ones into that whose source was seen first.
+        """
+        before, num_own = self.nodes[source].shape, len(label.config)
+        assert before is not None
+        keys = [*zip(label.config, shape[1:])]
+        orders = [tuple(sorted(range(num_own), key=keys.__getitem__))]
+        if num_own <= 4:
+            ties = permutations(range(num_own))
+            orders = [order for order in ties if all(keys[one] <= keys[then] for one, then in pairwise(order))]
+        turned = [regrouped(before, ((0,), *((dim + 1,) for dim in order))) for order in orders]
+        source, order = min((self.rearranged(index, source), order) for index, order in zip(turned, orders))
+        sorted_shape = (shape[0], *(shape[dim + 1] for dim in order))
+        sorted_label = _Pad(label.fill, tuple(label.config[dim] for dim in order))
+        node = self.node("rows", sorted_label, (source,), sorted_shape, dtype)
+        back = ((0,), *((order.index(dim) + 1,) for dim in range(num_own)))
+        return self._on_top(regrouped(sorted_shape, back), node)
 
     def read(self, epochs: tuple[int, ...], source: int) -> int:
         """``source`` read from memory after so many writes to it; reads at the same moment are one read."""
@@ -396,7 +427,10 @@ class Forms:
             order = (others, *((dim,) for dim in own_dims))
         else:
             shape, order = (prod(out.shape),), (tuple(range(len(out.shape))),)
-        made_rows = self.node("rows", label, children, shape, out.dtype)
+        if isinstance(label, _Pad):
+            made_rows = self._pad(label, children[0], shape, out.dtype)
+        else:
+            made_rows = self.node("rows", label, children, shape, out.dtype)
         return self.rearranged(ungrouped(out.shape, order), made_rows)
 
     # ------------------------------------------------ text
@@ -562,8 +596,7 @@ class _Evaluation:
         """Gives the outputs of one op of the trace their expressions."""
         taken = {name: env[name] if name in env else self.leaf(name) for name in op.inputs}
         effect = effect_of(op)
-        is_view = effect.kind is Kind.LAYOUT and effect.copies is Copies.NEVER
-        if self.epoch is not None and not is_view:
+        if self.epoch is not None and not _is_view(op):
             for name, source in taken.items():
                 epoch = self.epoch(pos, name)
                 if epoch is not None:

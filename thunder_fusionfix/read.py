@@ -32,6 +32,7 @@ from thunder_fusionfix._thunder import (
 )
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Arg, Const, Graph, Op, Ref, Struct, Value
+from thunder_fusionfix.simulate import hold_cotangents
 
 _STATEMENTS = {
     PrimIDs.RETURN: RETURN,
@@ -46,7 +47,8 @@ def read(trace: TraceCtx, *, strides: Mapping[str, tuple[int, ...]] | None = Non
     Args:
         trace: any trace of Thunder's, before or after the split, with or without ``del`` statements.
         strides: strides in elements of arguments, by name, where they are known.
-        held: names that the caller owns until the trace returns, beyond a forward trace's own arguments.
+        held: names that the caller owns until the trace returns, beyond a forward trace's own arguments and, where the compile
+            that runs now says so (`engine_holds_cotangents`), a backward trace's cotangents.
 
     Raises:
         UnsupportedTraceError: the trace holds values whose size only a run can tell (symbolic values).
@@ -64,7 +66,8 @@ def read(trace: TraceCtx, *, strides: Mapping[str, tuple[int, ...]] | None = Non
     stage = _stage(trace)
     owned = frozenset(held) | (frozenset(args) if stage != "backward" else frozenset())
     siginfo = trace.siginfo() if trace._siginfo is not None or trace.fn is not None else None
-    return Graph(siginfo.name if siginfo is not None else "computation", stage, args, ops, values, held=owned)
+    graph = Graph(siginfo.name if siginfo is not None else "computation", stage, args, ops, values, held=owned)
+    return hold_cotangents(graph) if engine_holds_cotangents() else graph
 
 
 def positioned(trace: TraceCtx) -> list[BoundSymbol]:
@@ -97,6 +100,15 @@ def example_strides() -> dict[str, tuple[int, ...]]:
         if steps is not None and all(isinstance(step, int) for step in steps):
             found[node.target] = tuple(steps)
     return found
+
+
+def engine_holds_cotangents() -> bool:
+    """True where autograd's engine holds the cotangents of the function that Thunder compiles now until its backward returns.
+
+    So it does where Thunder's autograd function is not split in two, which is ThunderFX's default and not that of ``thunder.jit``.
+    """
+    options = getattr(get_compile_data(), "compile_options", {})
+    return bool(options.get("thunderfx_disable_split_autograd", False))
 
 
 def forward_trace() -> TraceCtx | None:
