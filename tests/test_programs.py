@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 from cases import CASES, Case, cotangent_for
-from runs import SEED, Results, assert_equal, distance, run
+from runs import SEED, Results, assert_equal, copied, distance, run
 
+import thunder_fusionfix  # noqa: F401
 from thunder_fusionfix.transform import FusionFixTransform
 
 pytestmark = pytest.mark.nvfuser
@@ -92,6 +93,28 @@ def test_program_gives_what_plain_thunder_gives(name):
 def test_program_gives_what_plain_thunder_gives_in_the_other_fusion_type(name):
     """The same law under the fusion type that this program's turn left out."""
     check_program(name, FUSION_TYPES[1 - FUSION_TYPES.index(IN_TURNS[name])])
+
+
+def split_before_a_write(x, y):
+    whole = torch.exp(x)
+    first, second = whole.split(2, 0)
+    return first * 2, second, y.zero_()
+
+
+def views_of_an_argument_around_writes(x, y):
+    rows, turned = x.unbind(-2), y.transpose(2, 0)
+    norm = x.mean(1, keepdim=True)
+    return turned.tanh_(), norm + norm, rows[0], turned.reshape(-1)
+
+
+@pytest.mark.parametrize("fusion_type", FUSION_TYPES)
+@pytest.mark.parametrize("fn", [split_before_a_write, views_of_an_argument_around_writes])
+def test_program_that_once_broke_the_entry_gives_what_plain_thunder_gives(fn, fusion_type):
+    """Several views by one op, next to a write of something else: no read, so it may stand on either side."""
+    args = [torch.randn(4, 6), torch.randn(1, 1, 8)]
+    options = {"fusionfix_strict": True, "fusionfix_recompute_min_bytes": 0}
+    plain = run(fn, copied(args), fusion_type)
+    assert_equal(run(fn, copied(args), fusion_type, executors=("fusionfix", "nvfuser"), **options), plain)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if not CASES[name].rng and name not in PLAIN_FAILS])

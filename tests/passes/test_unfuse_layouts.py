@@ -272,6 +272,17 @@ def test_program_that_once_broke_gives_what_plain_thunder_gives(fn, fusion_type)
     assert_same_as_plain(fn, [torch.randn(shape, requires_grad=True) for shape in shapes], fusion_type)
 
 
+@pytest.mark.parametrize("fusion_type", ["dataflow", "consecutive"])
+def test_permute_sinks_past_a_pad_of_several_dims(fusion_type):
+    """A padded transpose is the transpose of a pad, also where both dims are padded."""
+
+    def fn(x, w):
+        return F.pad(torch.exp(x).t(), (1, 2, 3, 1), value=-2.5) @ w
+
+    fix = assert_same_as_plain(fn, [torch.randn(3, 4), torch.randn(6, 5)], fusion_type)
+    assert any("sunk transpose" in one.what and one.applied for report in fix.reports for one in report.decisions)
+
+
 def test_copy_that_is_returned_shares_no_memory_with_the_argument():
     """``contiguous`` of a transposed argument is a copy, also where the region computes with it."""
     x = torch.randn(3, 4)
