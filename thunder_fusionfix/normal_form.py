@@ -580,6 +580,9 @@ class _Evaluation:
     new_id: Mapping[str, str]
     epoch: Epoch | None
     observed: list[Observation] = field(default_factory=list)
+    made: dict[str, tuple[int, bool]] = field(
+        default_factory=dict
+    )  # a value to the writes before it, and is it no view
 
     def run(self) -> GraphForm:
         env: dict[str, int] = {name: self.leaf(name) for name in self.graph.args}
@@ -596,11 +599,15 @@ class _Evaluation:
         """Gives the outputs of one op of the trace their expressions."""
         taken = {name: env[name] if name in env else self.leaf(name) for name in op.inputs}
         effect = effect_of(op)
-        if self.epoch is not None and not _is_view(op):
-            for name, source in taken.items():
-                epoch = self.epoch(pos, name)
-                if epoch is not None:
-                    taken[name] = self.forms.read((epoch,), source)
+        if self.epoch is not None:
+            is_view = _is_view(op)
+            if not is_view:
+                taken = {name: self.read(self.epoch(pos, name), name, source) for name, source in taken.items()}
+            seen = [self.made.get(name, (0, False)) for name in op.inputs] if is_view else []
+            for name in op.outputs:
+                self.made[name] = (
+                    seen[0] if seen else (self.epoch(pos + 1, name) or 0, effect.kind is not Kind.BOOKKEEPING)
+                )
         if op.id == RETURN:
             self.observe(pos, op, taken)
         elif effect.kind is Kind.BOOKKEEPING:
@@ -609,6 +616,16 @@ class _Evaluation:
             local = dict(taken)
             self.evaluate(pos, op, local)
             env.update((name, local[name]) for name in op.outputs)
+
+    def read(self, epoch: int | None, name: str, source: int) -> int:
+        """What is in the memory of ``name`` after ``epoch`` writes to it: ``source`` itself where none came since that was made.
+
+        Of what was computed it is told when that was: memory of its own does not see a write that a view made then would see.
+        """
+        made, is_computed = self.made.get(name, (0, False))
+        if epoch is None or epoch == made:
+            return source
+        return self.forms.read((made, epoch) if is_computed else (epoch,), source)
 
     def observe(self, pos: int, op: Op, env: Mapping[str, int]) -> None:
         names = [*refs(op.args), *(name for _, arg in op.kwargs for name in refs(arg))]
