@@ -7,18 +7,21 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import first_step
 import linear_table
 import pytest
 import results_table
 import run_all
+import splits
 import torch
 import torch.nn.functional as F
 from run_all import Step, calls, estimate_s, plan_text
 from table_file import table_file
 
 from thunder_fusionfix import bench
+from thunder_fusionfix.capture import Split
 from thunder_fusionfix.results import CUT, OK, Run, Spec
 from thunder_fusionfix.variants import find
 
@@ -251,3 +254,26 @@ def test_results_table_extrapolates_what_does_not_end():
 def test_readme_shows_what_is_in_docs():
     """README's results are those of the files, to the letter."""
     assert results_table.main(["--check", str(ROOT / "README.md")]) == 0
+
+
+# ---------------------------------------------------------------- splits
+
+
+def test_splits_replace_their_own_release_and_keep_the_others():
+    """Each release has one section, in order, behind what stands at the head of the file."""
+    text = splits.put("# Head\n\nWords.\n", "5.24.0", "## transformers 5.24.0\n\nnew\n")
+    text = splits.put(text, "4.47.1", "## transformers 4.47.1\n\nolder\n")
+    text = splits.put(text, "5.24.0", "## transformers 5.24.0\n\nnewer\n")
+    assert text == "# Head\n\nWords.\n\n## transformers 4.47.1\n\nolder\n\n## transformers 5.24.0\n\nnewer\n"
+
+
+def test_splits_tell_place_and_reason_of_each():
+    """A program in one function says so; one that is split has a row for each reason, shortened to what a reader can use."""
+    part = SimpleNamespace(fused=SimpleNamespace(bound_symbols=[1, 2]))
+    whole = splits._rows("m", SimpleNamespace(parts=(part,), splits=()))
+    assert list(whole) == ["| m | 1 (2) | | | one function |"]
+    why = "got [IntegerProxy name=dim, value=-2, static=CONSTRAINT.STATIC] | or\nnot"
+    cuts = (Split(0, "ThunderFX", "cat", why, 4), Split(0, "torch.compile", "a.py:7", "x" * 200))
+    first, second = splits._rows("m", SimpleNamespace(parts=(part, part), splits=cuts))
+    assert first == "| m | 2 (2, 2) | ThunderFX | 4 x cat | got [-2] \\| or not |"
+    assert second.startswith("|  |  | torch.compile | a.py:7 | xxx") and len(second) < 200

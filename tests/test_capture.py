@@ -182,6 +182,10 @@ def test_capture_of_a_split_program_has_a_part_for_each_piece_and_says_what_is_l
     assert all(part.backward is not None for part in got.parts)
     assert any("sinc" in note for note in got.notes)
     assert any("2 graphs" in note for note in got.notes)
+    ended, cut = sorted(got.splits, key=lambda split: split.graph)
+    assert (ended.by, ended.graph, ended.what.split(":")[0]) == ("torch.compile", 0, "test_capture.py")
+    assert "graph break" in ended.why
+    assert (cut.by, cut.graph, cut.what, cut.times) == ("ThunderFX", 1, "sinc", 1) and "fallback" in cut.why
 
 
 def test_capture_again_is_equal():

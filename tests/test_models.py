@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from thunder_fusionfix import models
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.models import MODELS, load_model
 
@@ -127,3 +130,9 @@ def test_sizes_are_refused_for_files(tmp_path):
     """A file makes its own sizes."""
     with pytest.raises(UsageError, match="sizes are for named models"):
         load_model(f"{write(tmp_path, 'def build(): return print, ()')}:build", layers=2)
+
+
+@pytest.mark.parametrize(("release", "options"), [("4.47.1", {}), ("5.0.0", {"use_cache": False})])
+def test_release_5_trains_without_a_cache(release, options):
+    """From release 5 on a cache of keys would split the graph at each layer; before, models are left as users have them."""
+    assert models._of_release(SimpleNamespace(__version__=release)) == options

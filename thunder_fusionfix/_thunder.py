@@ -324,13 +324,16 @@ def thunderfx_pieces(compiler: Any) -> tuple[Piece, ...]:
     return tuple(pieces)
 
 
-def thunderfx_left_out(compiler: Any) -> tuple[str, ...]:
-    """Names of the functions because of which ThunderFX gave pieces of the last graph to torch.compile; sorted."""
-    reasons = compiler.subgraph_infos[-1].split_reasons or ()
-    found = (
-        re.search(r"target: (?:<[a-z-]+ (?:method |function )?)?([\w.]+)", reason.info or "") for reason in reasons
-    )
-    return tuple(sorted({match[1] for match in found if match}))
+def thunderfx_left_out(compiler: Any) -> tuple[tuple[str, str], ...]:
+    """Why ThunderFX gave pieces of the last graph to torch.compile: name of the function and reason, in call order."""
+    found = []
+    for reason in compiler.subgraph_infos[-1].split_reasons or ():
+        info = reason.info or ""
+        target = re.search(r"target: (?:<[a-z-]+ (?:method |function )?)?([\w.]+)", info)
+        fallback = "only has an automatic torch fallback"
+        told = fallback if fallback in info else (reason.exception or info).strip().splitlines()[-1:]
+        found.append((target[1] if target else "?", told if isinstance(told, str) else "".join(told)))
+    return tuple(found)
 
 
 # ---------------------------------------------------------------- what read.py and edit.py need

@@ -25,9 +25,11 @@ import copy
 import gc
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import thunder
@@ -100,6 +102,17 @@ class Part:
             yield
 
 
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A place where a program stops being one Thunder function."""
+
+    graph: int  # of torch.compile: the one that ends here, or that ThunderFX cuts
+    by: str  # "torch.compile" or "ThunderFX"
+    what: str  # "modeling_qwen2.py:1184", or the function that is given to torch.compile
+    why: str
+    times: int = 1
+
+
 @dataclass(frozen=True)
 class Capture:
     """What `capture` found. ``joint``, ``forward`` and ``backward`` are those of the largest part."""
@@ -107,6 +120,7 @@ class Capture:
     parts: tuple[Part, ...]  # in the order in which the program calls them
     notes: tuple[str, ...]  # where a run under ThunderFX would differ, for people
     seconds: float  # wall time of everything, torch.compile's graph capture included
+    splits: tuple[Split, ...] = ()  # with dynamo: why there are several parts
 
     @cached_property
     def largest(self) -> Part:
@@ -166,7 +180,7 @@ def capture(
         raise UsageError(f"fusion_type={fusion_type!r}: 'dataflow' or 'consecutive'")
     dynamo = isinstance(model_or_fn, torch.nn.Module) if dynamo is None else dynamo
     options = {**thunder_options, "fusion_type": fusion_type or ("dataflow" if dynamo else "consecutive")}
-    notes = list(_shared_memory((args, kwargs)))
+    notes, splits = list(_shared_memory((args, kwargs))), list[Split]()
 
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with (
@@ -183,7 +197,7 @@ def capture(
             fn = faker.module_or_function(model_or_fn)
             fake_args, fake_kwargs = faker.tree(tuple(args or ())), faker.tree(dict(kwargs or {}))
         if dynamo:
-            jobs = _thunderfx_jobs(fn, fake_args, fake_kwargs, fake_mode, options, notes, progress)
+            jobs = _thunderfx_jobs(fn, fake_args, fake_kwargs, fake_mode, options, notes, splits, progress)
         else:
             name = getattr(fn, "__name__", type(fn).__name__)
             jobs = [_Job(name, thunder.jit(fn, **options), fake_args, fake_kwargs, grad)]
@@ -191,7 +205,7 @@ def capture(
             parts = tuple(recorder.compile(job, progress) for job in jobs)
     if all(part.backward is None for part in parts) and grad:
         notes.append("No argument and no parameter requires a gradient: there is no backward trace.")
-    return Capture(parts, tuple(notes), time.perf_counter() - start)
+    return Capture(parts, tuple(notes), time.perf_counter() - start, tuple(splits))
 
 
 @contextlib.contextmanager
@@ -295,11 +309,13 @@ def _thunderfx_jobs(
     fake_mode: FakeTensorMode,
     options: Mapping[str, Any],
     notes: list[str],
+    splits: list[Split],
     progress: Callable[[str], None],
 ) -> list[_Job]:
-    """The pieces of the program that ThunderFX would give to Thunder, in call order."""
+    """The pieces of the program that ThunderFX would give to Thunder, in call order; ``splits`` gets what is between them."""
     jobs: list[_Job] = []
     num_graphs = 0
+    breaks: list[tuple[int, str]] = []  # graph, and where it ends
 
     def backend(graph: torch.fx.GraphModule, examples: Sequence[Any]) -> Callable:
         nonlocal num_graphs
@@ -315,9 +331,14 @@ def _thunderfx_jobs(
             jobs.append(_Job(name, piece.jitted, piece.examples, {}, torch.is_grad_enabled()))
         if left_out := thunderfx_left_out(compiler):
             notes.append(
-                f"Graph {num_graphs}: ThunderFX gives {', '.join(left_out)} to torch.compile and the pieces before and after "
-                "to Thunder; only these are shown."
+                f"Graph {num_graphs}: ThunderFX gives {', '.join(sorted({name for name, _ in left_out}))} to torch.compile and "
+                "the pieces before and after to Thunder; only these are shown."
             )
+            counted = Counter(left_out).items()
+            splits.extend(Split(num_graphs, "ThunderFX", name, why, times) for (name, why), times in counted)
+        ended = getattr(graph, "compile_subgraph_reason", None)
+        if ended is not None and ended.graph_break:
+            breaks.append((num_graphs, _place(ended.user_stack)))
         num_graphs += 1
         return eager.forward
 
@@ -325,8 +346,11 @@ def _thunderfx_jobs(
     # its loss with a pattern, so that the first call of a process makes two graphs and a later one makes one. Show the first.
     re.purge()
     limits = {"recompile_limit": _MANY_VERSIONS, "accumulated_recompile_limit": _MANY_VERSIONS}
+    before = Counter(torch._dynamo.utils.counters["graph_break"])
     with torch._dynamo.config.patch(limits), fake_mode:
         torch.compile(fn, backend=backend, dynamic=False)(*args, **kwargs)
+    told = map(_explanation, (Counter(torch._dynamo.utils.counters["graph_break"]) - before).elements())
+    splits += (Split(at, "torch.compile", place, next(told, "torch.compile does not say why")) for at, place in breaks)
     if num_graphs > 1:
         notes.append(
             f"torch.compile makes {num_graphs} graphs of this program: a gradient that goes from one to another lives until "
@@ -335,6 +359,17 @@ def _thunderfx_jobs(
     if not jobs:
         raise UnsupportedTraceError("torch.compile gave nothing of this program to Thunder; try dynamo=False")
     return jobs
+
+
+def _place(stack: Sequence[Any]) -> str:
+    """File and line of the innermost frame of a torch.compile stack."""
+    return f"{Path(stack[-1].filename).name}:{stack[-1].lineno}" if stack else "?"
+
+
+def _explanation(reason: str) -> str:
+    """The sentence in which torch.compile tells why it broke a graph."""
+    found = re.search(r"Explanation: (.*)", reason)
+    return (found[1] if found else reason.splitlines()[0]).strip()
 
 
 @contextlib.contextmanager

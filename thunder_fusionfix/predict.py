@@ -12,9 +12,9 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thunder_fusionfix.devices import CONTEXT_BYTES, DEFAULT, Device, fits
 from thunder_fusionfix.devices import find as find_device
@@ -26,6 +26,9 @@ from thunder_fusionfix.results import FAILED, OK, SKIPPED, Spec, megabytes
 from thunder_fusionfix.step import StepPart, StepTimeline, simulate_step
 from thunder_fusionfix.variants import find
 
+if TYPE_CHECKING:  # it needs torch
+    from thunder_fusionfix.capture import Split
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -35,6 +38,7 @@ class Prediction:
     parts: tuple[StepPart, ...]
     notes: tuple[str, ...]  # where torch.compile or ThunderFX split the program, and why
     seconds: float  # of the capture
+    splits: tuple[Split, ...] = ()  # the same, each place by itself
 
 
 def predict(
@@ -75,7 +79,7 @@ def predict(
     parts = step_parts(captured)
     workspace = device.workspace_bytes if device is not None else None
     step = simulate_step(parts, optimizer=spec.optimizer, workspace_bytes=workspace)
-    return Prediction(step, parts, captured.notes, captured.seconds)
+    return Prediction(step, parts, captured.notes, captured.seconds, captured.splits)
 
 
 def resolved(spec: Spec) -> Spec:
@@ -133,6 +137,7 @@ def as_record(prediction: Prediction) -> dict[str, Any]:
         "regions": sum(op.is_fusion for graph in graphs for op in graph.ops),
         "calls": sum(_is_call(op) for graph in graphs for op in graph.ops),
         "unknown": list(step.unknown),
+        "splits": [asdict(split) for split in prediction.splits],
         "notes": [*prediction.notes, *step.notes],
         "capture_s": prediction.seconds,
     }
