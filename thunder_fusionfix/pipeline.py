@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from thunder_fusionfix._thunder import (
     TraceCtx,
     TraceTag,
-    get_compile_data,
     untested_versions,
     warn_untested_versions,
 )
@@ -73,7 +72,7 @@ def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
     def facts_of(some_trace: TraceCtx) -> Facts:
         graph = read(some_trace, strides=strides, held=held)
         if forward is not None and saved is not None:
-            graph = held_in_a_step(graph, forward, saved, split_autograd=_autograd_is_split())
+            graph = held_in_a_step(graph, forward, saved)
         return Facts(graph, config, saved)
 
     state = _State(trace, facts_of(trace))
@@ -145,12 +144,6 @@ def _forward_graph(trace: TraceCtx) -> Graph | None:
         return None
     forward = forward_trace()
     return None if forward is None else read(forward, strides=example_strides())
-
-
-def _autograd_is_split() -> bool:
-    """False where Thunder's autograd function holds the cotangents until the backward returns, as under ThunderFX."""
-    data = get_compile_data()
-    return data is None or not data.compile_options.get("thunderfx_disable_split_autograd", False)
 
 
 def _why_not(before: Facts, after: Facts) -> str | None:

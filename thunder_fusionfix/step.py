@@ -463,21 +463,19 @@ class _Step:
 # ---------------------------------------------------------------- what one part alone has to know
 
 
-def held_in_a_step(backward: Graph, forward: Graph, shared: Aliases, *, split_autograd: bool = False) -> Graph:
-    """``backward`` with all in `Graph.held` that outlives it in a step: an order that counts on its end gains nothing.
+def held_in_a_step(backward: Graph, forward: Graph, shared: Aliases) -> Graph:
+    """``backward`` with saved outputs of its forward in `Graph.held`: an order that counts on their end gains nothing.
 
     A program mostly has the forward's outputs in its hands while the backward runs, as logits beside a loss.
 
     Args:
-        backward: as `read` gives it, with the forward's arguments in ``held``.
+        backward: as `read` gives it.
         forward: of the same part.
         shared: its aliases.
-        split_autograd: as for `simulate_step`.
     """
     outputs = {shared.storage_of[name] for name in _outputs_of(forward)}
     saved = (name for name in backward.saved if shared.storage_of.get(name) in outputs)
-    graph = replace(backward, held=backward.held.union(saved))
-    return graph if split_autograd else hold_cotangents(graph)
+    return replace(backward, held=backward.held.union(saved))
 
 
 # ---------------------------------------------------------------- reading a part's Graphs
