@@ -1,8 +1,9 @@
 """Runs Thunder's real nvFuser fusion pass for CPU tensors, and the fusions with torch, op by op.
 
 nvFuser takes CUDA tensors only and compiles for a GPU; which ops it fuses, merges, rematerializes and names is decided in
-Python, from shapes, dtypes and devices. Here its checks are told that a CPU is as good, and a fusion, when called, runs the
-torch implementations of its sub-ops in order. So programs are executed with the regions that nvFuser would get. nvFuser's
+Python, from shapes, dtypes and devices. Here its checks are told that a CPU is as good, and a fusion, when called, is defined for
+nvFuser itself, which checks ops, shapes and dtypes, and then runs the torch implementations of its sub-ops in order. So programs are
+executed with the regions that nvFuser would get, and a region that nvFuser cannot take fails. nvFuser's
 own cross entropy, which torch does not have, is written out here as its definition in Thunder has it.
 """
 
@@ -42,6 +43,8 @@ def nvfuser_on_cpu() -> Iterator[Any]:
             replaced(impl, "is_supported_devicetype", lambda devicetype: True),
             replaced(impl, "is_supported_tensor", lambda a, **kwargs: a.dtype in supported and a.ndim <= 8),
             replaced(impl, "device_supports_fp8", lambda: True),
+            replaced(impl, "cpu", None),  # a definition that says "CPU tensor" for one with dims is refused
+            replaced(impl, "_select_device", lambda *args: None),
             replaced(impl, "create_fusion_definition_wrapper", _interpreter),
             replaced(type(executor), "has_cuda_input_or_output", lambda self, bsym: True),
         ):
@@ -54,12 +57,20 @@ def _interpreter(bsyms: Sequence[Any], name: str, inputs: Sequence[Any], outputs
 
     def run(*args: torch.Tensor) -> Any:
         if not made:
+            _define(bsyms, inputs, outputs, args)
             made.append(_torch_callable(bsyms, inputs, outputs))
         calls.append(name)
         with torch.no_grad():
             return made[0](*args)
 
     return run
+
+
+def _define(bsyms: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any], args: Sequence[Any]) -> None:
+    """Defines the fusion as nvFuser would be asked to compile it; raises where it cannot be."""
+    import thunder.executors.nvfuserex_impl as impl
+
+    impl.create_fd(list(bsyms), impl.to_runtime_descriptors(args), list(inputs), list(outputs))
 
 
 def _torch_callable(bsyms: Sequence[Any], inputs: Sequence[Any], outputs: Sequence[Any]) -> Callable:
