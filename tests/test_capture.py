@@ -188,6 +188,20 @@ def test_capture_of_a_split_program_has_a_part_for_each_piece_and_says_what_is_l
     assert (cut.by, cut.graph, cut.what, cut.times) == ("ThunderFX", 1, "sinc", 1) and "fallback" in cut.why
 
 
+def test_capture_knows_what_torch_compile_gets_between_thunders_pieces():
+    """A piece of torch.compile's is no part, but what it takes, saves and gives is known, in the order of the calls."""
+    got = capture(Broken(), (torch.randn(2, 4),), executors=("torchcompile",))
+    assert [part.name for part in got.called] == [
+        "thunder_0 of graph 0",
+        "thunder_0 of graph 1",
+        "inductor_1 of graph 1",
+        "thunder_2 of graph 1",
+    ]
+    (between,) = got.between
+    assert not between.is_thunders and between.backward is not None and "sinc" in str(between.forward)
+    assert between not in got.parts and not fusions(between.forward)
+
+
 def test_capture_again_is_equal():
     """A second capture in one process shows the same."""
     args = (torch.randn(2, 4),)

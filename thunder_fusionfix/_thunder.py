@@ -305,22 +305,25 @@ def before_split(seen: Callable[[Any], None]) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One piece of a graph that ThunderFX gives to Thunder."""
+    """One piece of a graph that ThunderFX split."""
 
-    name: str  # "thunder_0"
-    jitted: Any  # what thunder.jit made of it
+    name: str  # "thunder_0", or "inductor_1" for one that torch.compile gets
+    jitted: Any  # what thunder.jit made of it; None where torch.compile gets it
+    module: Any  # its GraphModule
     examples: tuple[Any, ...]  # a fake tensor, or a number, for each of its inputs
 
 
 def thunderfx_pieces(compiler: Any) -> tuple[Piece, ...]:
-    """Thunder's pieces of the last graph that ``compiler`` split, in call order."""
+    """The pieces of the last graph that ``compiler`` split, in call order."""
     split = compiler.subgraph_infos[-1].split_graph_module
     pieces = []
     for node in split.graph.find_nodes(op="call_module"):
-        if node.target.startswith("thunder"):
-            jitted = getattr(split, node.target)
-            placeholders = thunder.compile_data(jitted).fn.graph.find_nodes(op="placeholder")
-            pieces.append(Piece(node.target, jitted, tuple(arg.meta["example_value"] for arg in placeholders)))
+        called = getattr(split, node.target)
+        jitted = called if node.target.startswith("thunder") else None
+        module = thunder.compile_data(called).fn if jitted is not None else called.graph.owning_module
+        placeholders = module.graph.find_nodes(op="placeholder")
+        examples = tuple(arg.meta["example_value"] for arg in placeholders)
+        pieces.append(Piece(node.target, jitted, module, examples))
     return tuple(pieces)
 
 

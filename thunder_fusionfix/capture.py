@@ -88,6 +88,7 @@ class Part:
     backward: TraceCtx | None = field(repr=False)
     seconds: Seconds
     jitted: Any = field(repr=False)  # what thunder.jit returned; it owns the compile data
+    is_thunders: bool = True  # False: torch.compile gets it; traced, unfused, to know what it takes, saves and gives
 
     @property
     def executors(self) -> tuple[Any, ...]:
@@ -121,6 +122,14 @@ class Capture:
     notes: tuple[str, ...]  # where a run under ThunderFX would differ, for people
     seconds: float  # wall time of everything, torch.compile's graph capture included
     splits: tuple[Split, ...] = ()  # with dynamo: why there are several parts
+    between: tuple[Part, ...] = ()  # pieces that ThunderFX gives to torch.compile
+    calls: tuple[str, ...] = ()  # names of all parts, those between included, in the order of the calls
+
+    @cached_property
+    def called(self) -> tuple[Part, ...]:
+        """All parts in the order in which the program calls them, those that torch.compile gets included."""
+        named = {part.name: part for part in (*self.parts, *self.between)}
+        return tuple(named[name] for name in self.calls if name in named)
 
     @cached_property
     def largest(self) -> Part:
@@ -202,10 +211,18 @@ def capture(
             name = getattr(fn, "__name__", type(fn).__name__)
             jobs = [_Job(name, thunder.jit(fn, **options), fake_args, fake_kwargs, grad)]
         with fake_mode:
-            parts = tuple(recorder.compile(job, progress) for job in jobs)
+            parts = tuple(recorder.compile(job, progress) for job in jobs if job.is_thunders)
+            between = tuple(_traced(recorder, job, progress, notes) for job in jobs if not job.is_thunders)
     if all(part.backward is None for part in parts) and grad:
         notes.append("No argument and no parameter requires a gradient: there is no backward trace.")
-    return Capture(parts, tuple(notes), time.perf_counter() - start, tuple(splits))
+    return Capture(
+        parts,
+        tuple(notes),
+        time.perf_counter() - start,
+        tuple(splits),
+        tuple(part for part in between if part is not None),
+        tuple(job.name for job in jobs),
+    )
 
 
 @contextlib.contextmanager
@@ -300,6 +317,7 @@ class _Job:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     grad: bool  # whether gradients are on where the program calls it
+    is_thunders: bool = True
 
 
 def _thunderfx_jobs(
@@ -328,7 +346,9 @@ def _thunderfx_jobs(
             compiler(graph, examples)
         for piece in thunderfx_pieces(compiler):
             name = f"{piece.name} of graph {num_graphs}"
-            jobs.append(_Job(name, piece.jitted, piece.examples, {}, torch.is_grad_enabled()))
+            is_thunders = piece.jitted is not None
+            jitted = piece.jitted if is_thunders else thunder.jit(piece.module, **_unfused(options))
+            jobs.append(_Job(name, jitted, piece.examples, {}, torch.is_grad_enabled(), is_thunders))
         if left_out := thunderfx_left_out(compiler):
             notes.append(
                 f"Graph {num_graphs}: ThunderFX gives {', '.join(sorted({name for name, _ in left_out}))} to torch.compile and "
@@ -356,9 +376,15 @@ def _thunderfx_jobs(
             f"torch.compile makes {num_graphs} graphs of this program: a gradient that goes from one to another lives until "
             "the backward of the one that receives it returns."
         )
-    if not jobs:
+    if not any(job.is_thunders for job in jobs):
         raise UnsupportedTraceError("torch.compile gave nothing of this program to Thunder; try dynamo=False")
     return jobs
+
+
+def _unfused(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with which Thunder traces what it is not given to run: no executor, and our own hooks alone."""
+    first, *_, last = options["transforms"]
+    return {**options, "executors": (), "transforms": [first, last], "thunderfx_disable_split_autograd": True}
 
 
 def _place(stack: Sequence[Any]) -> str:
@@ -387,6 +413,15 @@ def _splitting_only() -> Iterator[None]:
 
 
 # ---------------------------------------------------------------- recording
+
+
+def _traced(recorder: _Recorder, job: _Job, progress: Callable[[str], None], notes: list[str]) -> Part | None:
+    """What torch.compile gets, as Thunder would trace it; None, with a note, where Thunder cannot."""
+    try:
+        return recorder.compile(job, progress)
+    except Exception as error:  # noqa: BLE001 -- whatever Thunder lacks, the parts that it takes are known
+        notes.append(f"{job.name}, which torch.compile gets, counts as nothing: {type(error).__name__}: {error}"[:300])
+        return None
 
 
 class _Hook(Transform):
@@ -467,4 +502,5 @@ class _Recorder:
             backward=self.after.backward,
             seconds=Seconds(total, fusion.seconds, self.after.times[0] - self.before.times[-1]),
             jitted=job.jitted,
+            is_thunders=job.is_thunders,
         )

@@ -22,7 +22,7 @@ from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.measure import STATE, WAITING, GpuLock, Job, Missing, join_parent, thunder_options
 from thunder_fusionfix.model import Op
-from thunder_fusionfix.results import FAILED, OK, SKIPPED, Spec, megabytes
+from thunder_fusionfix.results import FAILED, MB, OK, SKIPPED, Spec, megabytes
 from thunder_fusionfix.step import StepPart, StepTimeline, simulate_step
 from thunder_fusionfix.variants import find
 
@@ -101,11 +101,11 @@ def resolved(spec: Spec) -> Spec:
 
 
 def step_parts(captured: Any) -> tuple[StepPart, ...]:
-    """The final traces of a `Capture` as Graphs, with the strides of their arguments."""
+    """The final traces of a `Capture` as Graphs, with the strides of their arguments; what torch.compile gets included."""
     from thunder_fusionfix.read import example_strides, read
 
     parts = []
-    for part in captured.parts:
+    for part in captured.called:
         with part.compiling():
             strides = example_strides()
             forward = read(part.forward, strides=strides)
@@ -165,6 +165,7 @@ def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:
     step = prediction.step
     least = "at least " if step.is_lower_bound else ""
     spare = device.capacity_bytes - CONTEXT_BYTES - step.peak_bytes
+    large = [holder for holder in step.holders[:12] if holder.nbytes >= MB / 2]  # largest first
     verdict = (
         f"fits, {megabytes(spare)} MB to spare"
         if fits(step.peak_bytes, device)
@@ -180,9 +181,9 @@ def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:
         f"{'saved by the forwards, outputs included':44}{megabytes(step.saved_bytes):>10}",
         "",
         f"{'alive at the peak':44}{'MB':>10}",
-        *(f"{holder.name:44}{megabytes(holder.nbytes):>10}  {holder.producer}" for holder in step.holders[:12]),
+        *(f"{holder.name:44}{megabytes(holder.nbytes):>10}  {holder.producer}" for holder in large),
     ]
-    rest = step.holders[12:]
+    rest = step.holders[len(large) :]
     if rest:
         lines.append(f"{f'{len(rest)} more':44}{megabytes(sum(holder.nbytes for holder in rest)):>10}")
     if step.unknown:
