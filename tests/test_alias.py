@@ -152,6 +152,17 @@ def test_sharing_composite_that_writes_inside_writes_what_it_is_given() -> None:
     assert found.sharing("b", "mean") is Sharing.NONE
 
 
+def test_sharing_all_reduce_of_torch_distributed_writes_its_argument() -> None:
+    """Thunder's ``all_reduce_`` is a sum into new memory and a copy back."""
+    parts = [
+        ("thunder.distributed.prims.all_reduce", (Ref("a"), "sum", "world", False), "sum", (4,)),
+        ("prims.copy_", (Ref("sum"), Ref("a")), "new", (4,)),
+    ]
+    found = aliases(composite("ltorch.all_reduce_", *parts).returns(Ref("new")))
+    assert found.sharing("new", "a") is Sharing.CERTAIN
+    assert [access.writes for access in found.accesses[found.group_of("a")] if access.name == "a"] == [True]
+
+
 def test_sharing_wait_gives_the_memory_of_its_transfer() -> None:
     """What a collective fills is there when the wait returns: one storage, written by nobody whom the trace shows."""
     build = GraphBuilder()
