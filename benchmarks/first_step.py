@@ -386,6 +386,11 @@ def comparison(results: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def report(results: list[dict[str, Any]]) -> str:
+    """Table and comparisons."""
+    return "\n".join([table(results), "", *comparison(results)])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=None, help="JSON file to write after every run")
@@ -416,7 +421,7 @@ def main() -> int:
         def keep(result: dict[str, Any]) -> None:
             file.add(result, shown=False)
             file.rows.sort(key=lambda row: (row["layers"], args.variants.index(row["variant"])))
-            print(table(file.rows), *comparison(file.rows), sep="\n", end="\n\n", flush=True)
+            print(report(file.rows), end="\n\n", flush=True)
 
         run_all(args, keep)
     results = file.rows

@@ -3,6 +3,7 @@
     python benchmarks/run_all.py --dry-run              # what would run, in which call, and for how long
     python benchmarks/run_all.py --minutes 9            # again and again until it says that nothing is left
     python benchmarks/run_all.py --predict              # the predictions alone; needs no GPU
+    python benchmarks/run_all.py --publish              # what lies under --out into docs/ and README.md
 
 Steps stand in the order of their value, in batches: the steps of a batch run side by side, compile side by side, and time one
 after another (`measure.GpuLock`). A call takes the first batch that fits into the minutes that are left, then the next one that
@@ -28,12 +29,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import programs_table
+import results_table
+
 from thunder_fusionfix.bench import Options, is_done, results_path, source_digest
 from thunder_fusionfix.models import MODELS
 from thunder_fusionfix.results import OK, Run, Spec
 from thunder_fusionfix.variants import DEFAULT, VARIANTS
 
 ROOT = Path(__file__).resolve().parent.parent
+WORK = ROOT / "fusionfix-out" / "all"
 START_S = 15.0  # a process imports torch, Thunder and nvFuser
 LAST_S = 10.0  # of a call, to write down what is there
 OPTIMIZER = "keep-gradients"
@@ -56,11 +61,11 @@ class Step:
         if self.spec is None:
             name, *arguments = self.script
             timed = ["--budget", f"{seconds:.0f}"] if name == "first_step" else []
-            return [f"benchmarks/{name}.py", *arguments, *timed, "--out", str(self.file(out))]
+            return [f"benchmarks/{name}.py", *arguments, *timed, "--out", _from_root(self.file(out))]
         sizes = {"layers": self.spec.layers, "hidden-size": self.spec.hidden_size}
         line = ["-m", "thunder_fusionfix.bench", self.spec.model, "--optimizer", self.spec.optimizer]
         line += [word for name, size in sizes.items() if size is not None for word in (f"--{name}", str(size))]
-        line += ["--variants", ",".join(self.variants), "--out", str(out / "results")]
+        line += ["--variants", ",".join(self.variants), "--out", _from_root(out / "results")]
         if predict:
             return [*line, "--predict-only"]
         line += ["--jobs", str(len(self.variants)), "--no-predict", "--steps", "10", "--budget", f"{seconds:.0f}"]
@@ -90,6 +95,11 @@ class Step:
         others = ", ".join(f"{name} {value}" for name, value in status.items() if value != OK)
         done = all(is_done(run.variants.get(name), name, options) for name in self.variants)
         return done, f"{good} of {len(status)} variants" + (f"; {others}" if others else "")
+
+
+def _from_root(path: Path) -> str:
+    """``path`` as a command that runs in the checkout names it."""
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
 
 
 def _bench(
@@ -225,9 +235,10 @@ def run_batch(
     seconds: float,
     say: Callable[[str], None],
     command: Callable[[Step, float], list[str]],
+    logs: Path | None = None,
 ) -> dict[str, str]:
     """Runs the steps side by side for at most ``seconds``; by name how each ended where it did not end well."""
-    logs, ends = out / "logs", dict[str, str]()
+    logs, ends = logs or out / "logs", dict[str, str]()
     logs.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     running = []
@@ -304,8 +315,22 @@ def predict_all(everything: Sequence[Sequence[Step]], out: Path, say: Callable[[
     ends: dict[str, str] = {}
     for step in (step for batch in everything for step in batch if step.spec is not None):
         if any(VARIANTS[name].executors is not None for name in step.variants):
-            ends |= run_batch([step], out, 3600, say, lambda step, given: step.command(out, given, predict=True))
+            ends |= run_batch(
+                [step], out, 3600, say, lambda step, given: step.command(out, given, predict=True), WORK / "logs"
+            )
     return ends
+
+
+def publish(everything: Sequence[Sequence[Step]], out: Path, docs: Path, readme: Path) -> None:
+    """Copies every results file that has a measurement into ``docs``, and writes the tables anew."""
+    for step in (step for batch in everything for step in batch):
+        file = step.file(out)
+        if not file.exists() or (step.spec is not None and not Run.load(file).variants):
+            continue
+        for made in (file, *filter(Path.exists, map(file.with_suffix, (".md", ".png")))):
+            shutil.copy(made, step.file(docs).with_suffix(made.suffix))
+    results_table.main(["--results", str(docs / "results"), "--write", str(readme)])
+    programs_table.main(["--results", str(docs / "benchmarks"), "--write", str(docs / "benchmarks" / "README.md")])
 
 
 def table(everything: Sequence[Sequence[Step]], out: Path, ends: dict[str, str]) -> str:
@@ -324,12 +349,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command; 0 where nothing is left, 1 where something is."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
-    parser.add_argument("--out", type=Path, default=ROOT / "fusionfix-out" / "all")
+    parser.add_argument("--out", type=Path, default=WORK)
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
     parser.add_argument("--retry", action="store_true", help="run also what failed before")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     parser.add_argument(
         "--predict", action="store_true", help="write predictions to docs/results and end; needs no GPU"
+    )
+    parser.add_argument(
+        "--publish", action="store_true", help="copy what was measured into docs/, write the tables, and end"
     )
     parser.add_argument("--fresh", action="store_true", help="forget what lies under --out")
     args = parser.parse_args(argv)
@@ -346,6 +374,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if args.predict:
         return 1 if predict_all(everything, ROOT / "docs", say) else 0
+    if args.publish:
+        publish(everything, out, ROOT / "docs", ROOT / "README.md")
+        return 0
     if args.fresh and not args.dry_run:
         shutil.rmtree(out, ignore_errors=True)
     left = [[step for step in batch if not step.state(out, retry=args.retry)[0]] for batch in everything]

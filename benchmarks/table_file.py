@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from thunder_fusionfix.bench import source_digest
+from thunder_fusionfix.bench import for_the_record, source_digest
 from thunder_fusionfix.measure import environment, now
 
 
@@ -36,7 +36,7 @@ class TableFile:
         self.rows: list[dict[str, Any]] = []
         self.head: dict[str, Any] = {
             "benchmark": name,
-            "command": shlex.join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", f"benchmarks/{name}.py", *for_the_record(sys.argv[1:])]),
             "date": now(),
             "source": source_digest(),
             **environment(),

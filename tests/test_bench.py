@@ -406,6 +406,21 @@ def test_run_saved_and_loaded_is_the_same_and_leaves_no_part(run, tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["r.json"]
 
 
+def test_run_on_disk_is_short_and_any_text_survives(run, tmp_path):
+    """Each innermost list or object is one line, and brackets in names of kernels change nothing."""
+    run.variants["plain"]["measured"]["curve"] = list(range(200))
+    run.variants["plain"]["measured"]["kernels"] = [{"name": "void f<[a, b]>{ {x  y} ]", "count": 1}] * 3
+    run.save(tmp_path / "r.json")
+    assert Run.load(tmp_path / "r.json") == run
+    assert len((tmp_path / "r.json").read_text().splitlines()) < 80
+
+
+def test_recorded_command_says_nothing_of_places():
+    """Where results went and how long everything could take are no part of a measurement."""
+    given = ["gpt2", "--out", "/somewhere", "--layers", "2", "--budget=30", "--jobs", "4"]
+    assert bench_module.for_the_record(given) == ["gpt2", "--layers", "2", "--jobs", "4"]
+
+
 def test_picture_has_a_point_for_each_measured_variant(run, tmp_path):
     """A run with measurements is drawn, one without is not."""
     assert draw(run, tmp_path / "p.png") and (tmp_path / "p.png").stat().st_size > 10_000

@@ -130,6 +130,25 @@ def test_run_all_a_new_file_has_the_predictions_and_no_measurement(tmp_path):
     assert one.state(tmp_path / "out")[0] is False
 
 
+def test_run_all_publishes_what_was_measured_and_nothing_else(tmp_path):
+    """Files with measurements go into docs/, with the tables; predictions alone do not stand in for results."""
+    measuring, predicting = [one for batch in run_all.batches() for one in batch if one.spec][:2]
+    docs, out, readme = tmp_path / "docs", tmp_path / "out", tmp_path / "README.md"
+    for folder in ("results", "benchmarks"):
+        (docs / folder).mkdir(parents=True)
+    readme.write_text(f"head\n{results_table.BEGIN}\nold\n{results_table.END}\ntail\n")
+    Run(measuring.spec, "c", "", {"plain": measured(20, 50.0)}).save(measuring.file(out))
+    Run(predicting.spec, "c", "", {}, {"plain": {"peak_bytes": 1}}).save(predicting.file(out))
+    loss = {"case": "cut:1x4096", "variant": "plain", "forward_mb": 4982.9, "backward_mb": 1.0, "ms": 7.5}
+    with table_file(out / "benchmarks" / "loss.json", "loss") as file:
+        file.add({**loss, "grad_distance": 0.25}, shown=False)
+    run_all.publish([[measuring, predicting, step("loss")]], out, docs, readme)
+    assert measuring.file(docs).exists() and not predicting.file(docs).exists()
+    assert "20,000" in readme.read_text() and "old" not in readme.read_text()
+    page = (docs / "benchmarks" / "README.md").read_text()
+    assert "4982.90" in page and "Command: `python benchmarks/loss.py" in page and "cut short" not in page
+
+
 def test_run_all_wrong_step_is_named(capsys):
     """A step that does not exist is named, with those that do."""
     with pytest.raises(SystemExit):

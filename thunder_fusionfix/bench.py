@@ -451,6 +451,17 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def for_the_record(arguments: Sequence[str]) -> list[str]:
+    """Arguments but for where results go and how long everything may take: no part of what is measured."""
+    kept, words = list[str](), iter(arguments)
+    for word in words:
+        if word in ("--out", "--budget"):
+            next(words, None)
+        elif not word.startswith(("--out=", "--budget=")):
+            kept.append(word)
+    return kept
+
+
 def command(spec: Spec, options: Options, *, measuring: bool = True, line: str = "") -> int:
     """What the verb `bench` does: shows the progress, then the table; gives the exit code.
 
@@ -529,7 +540,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             again=args.again,
             retry=args.retry,
         )
-        line = shlex.join(["fusionfix", "bench", *given])
+        line = shlex.join(["fusionfix", "bench", *for_the_record(given)])
         with _ended_with_all_written():
             return command(spec, options, measuring=not args.predict_only, line=line)
     except FusionFixError as error:

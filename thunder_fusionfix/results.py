@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -96,7 +97,7 @@ class Run:
     def save(self, path: Path) -> None:
         """Writes the file so that an interruption leaves the old one or the new one, never half of one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1) + "\n"
+        text = _flat(json.dumps({"schema": SCHEMA, **asdict(self)}, indent=1)) + "\n"
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
         try:
             with os.fdopen(handle, "w") as file:
@@ -125,6 +126,11 @@ class Run:
             if isinstance(error, UsageError):
                 raise
             raise UsageError(f"{path} is no results file of bench ({type(error).__name__}: {error})") from error
+
+
+def _flat(text: str) -> str:
+    """Indented JSON with each innermost list and object in one line. (A line never ends within a string.)"""
+    return re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda match: re.sub(r"\n *", " ", match[0]), text)
 
 
 # ---------------------------------------------------------------- tables
