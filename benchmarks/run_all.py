@@ -1,15 +1,15 @@
 """Measures everything that README and docs/ show, on one GPU, in calls of a few minutes each.
 
+    python benchmarks/run_all.py --predict              # first: predictions into docs/predictions; needs no GPU
     python benchmarks/run_all.py --dry-run              # what would run, in which call, and for how long
     python benchmarks/run_all.py --minutes 9            # again and again until it says that nothing is left
-    python benchmarks/run_all.py --predict              # the predictions alone; needs no GPU
     python benchmarks/run_all.py --publish              # what lies under --out into docs/ and README.md
 
 Steps stand in the order of their value, in batches: the steps of a batch run side by side, compile side by side, and time one
 after another (`measure.GpuLock`). A call takes the first batch that fits into the minutes that are left, then the next one that
 fits. What has its result under ``--out`` is not run again; a step that fails or takes too long is reported and stops nothing
-else. A new results file takes its predictions from docs/results, where ``--predict`` wrote them before there was a measurement;
-measurements are never taken from there, so that all that is compared comes from one run.
+else. A new results file takes the predictions that docs/predictions has, and no measurement from anywhere, so that all that is
+compared comes from one run.
 
 Under ``--out`` lie results/ (of `fusionfix bench`), benchmarks/ (of the scripts here) and logs/.
 """
@@ -35,10 +35,11 @@ import results_table
 from thunder_fusionfix.bench import Options, is_done, results_path, source_digest
 from thunder_fusionfix.models import MODELS
 from thunder_fusionfix.results import OK, Run, Spec
-from thunder_fusionfix.variants import DEFAULT, VARIANTS
+from thunder_fusionfix.variants import DEFAULT
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "fusionfix-out" / "all"
+PREDICTIONS = ROOT / "docs" / "predictions"
 START_S = 15.0  # a process imports torch, Thunder and nvFuser
 LAST_S = 10.0  # of a call, to write down what is there
 OPTIMIZER = "keep-gradients"
@@ -65,9 +66,10 @@ class Step:
         sizes = {"layers": self.spec.layers, "hidden-size": self.spec.hidden_size}
         line = ["-m", "thunder_fusionfix.bench", self.spec.model, "--optimizer", self.spec.optimizer]
         line += [word for name, size in sizes.items() if size is not None for word in (f"--{name}", str(size))]
-        line += ["--variants", ",".join(self.variants), "--out", _from_root(out / "results")]
+        line += ["--variants", ",".join(self.variants)]
         if predict:
-            return [*line, "--predict-only"]
+            return [*line, "--out", _from_root(PREDICTIONS), "--predict-only"]
+        line += ["--out", _from_root(out / "results")]
         line += ["--jobs", str(len(self.variants)), "--no-predict", "--steps", "10", "--budget", f"{seconds:.0f}"]
         return [*line, "--timeout", f"{self.limit_s:.0f}", *(["--retry"] if retry else [])]
 
@@ -235,10 +237,9 @@ def run_batch(
     seconds: float,
     say: Callable[[str], None],
     command: Callable[[Step, float], list[str]],
-    logs: Path | None = None,
 ) -> dict[str, str]:
     """Runs the steps side by side for at most ``seconds``; by name how each ended where it did not end well."""
-    logs, ends = logs or out / "logs", dict[str, str]()
+    logs, ends = out / "logs", dict[str, str]()
     logs.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     running = []
@@ -273,11 +274,11 @@ def run_batch(
     return {name: how for name, how in ends.items() if how}
 
 
-def seed(step: Step, out: Path, docs: Path) -> None:
-    """Gives a new results file the predictions that were made before, and no measurement."""
-    if step.spec is None or step.file(out).exists() or not step.file(docs).exists():
+def seed(step: Step, out: Path, predictions: Path) -> None:
+    """Gives a new results file the predictions that were made before."""
+    if step.spec is None or step.file(out).exists() or not results_path(step.spec, predictions).exists():
         return
-    run = Run.load(step.file(docs))
+    run = Run.load(results_path(step.spec, predictions))
     Run(run.spec, run.command, run.started, {}, run.predictions).save(step.file(out))
 
 
@@ -287,7 +288,7 @@ def run_all(
     minutes: float,
     say: Callable[[str], None],
     *,
-    docs: Path = ROOT / "docs",
+    predictions: Path = PREDICTIONS,
     retry: bool = False,
 ) -> dict[str, str]:
     """Runs what is left, batch by batch, while the time lasts; by name what did not end well in this call."""
@@ -306,18 +307,17 @@ def run_all(
         tried |= {step.name for step in batch}
         say(f"{' | '.join(step.name for step in batch)}: about {estimate_s(batch):.0f} s of {seconds:.0f}")
         for step in batch:
-            seed(step, out, docs)
+            seed(step, out, predictions)
         ends |= run_batch(batch, out, seconds - LAST_S, say, lambda step, given: step.command(out, given, retry=retry))
 
 
-def predict_all(everything: Sequence[Sequence[Step]], out: Path, say: Callable[[str], None]) -> dict[str, str]:
-    """Writes the predictions of all models, one after another."""
+def predict_all(everything: Sequence[Sequence[Step]], say: Callable[[str], None]) -> dict[str, str]:
+    """Writes the predictions of all models to `PREDICTIONS`, one after another."""
     ends: dict[str, str] = {}
     for step in (step for batch in everything for step in batch if step.spec is not None):
-        if any(VARIANTS[name].executors is not None for name in step.variants):
-            ends |= run_batch(
-                [step], out, 3600, say, lambda step, given: step.command(out, given, predict=True), WORK / "logs"
-            )
+        ends |= run_batch([step], WORK, 3600, say, lambda step, given: step.command(WORK, given, predict=True))
+        for shown in (".md", ".png"):  # of measurements, which these files have none of
+            results_path(step.spec, PREDICTIONS).with_suffix(shown).unlink(missing_ok=True)
     return ends
 
 
@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--retry", action="store_true", help="run also what failed before")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     parser.add_argument(
-        "--predict", action="store_true", help="write predictions to docs/results and end; needs no GPU"
+        "--predict", action="store_true", help="write predictions to docs/predictions and end; needs no GPU"
     )
     parser.add_argument(
         "--publish", action="store_true", help="copy what was measured into docs/, write the tables, and end"
@@ -373,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"[{time.monotonic() - start:5.0f} s] {words}", flush=True)
 
     if args.predict:
-        return 1 if predict_all(everything, ROOT / "docs", say) else 0
+        return 1 if predict_all(everything, say) else 0
     if args.publish:
         publish(everything, out, ROOT / "docs", ROOT / "README.md")
         return 0

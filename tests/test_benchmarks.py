@@ -52,7 +52,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     def go(*batches: tuple[Step, ...], minutes: float = 5.0, **options: bool) -> dict[str, str]:
         go.said = []
-        return run_all.run_all(batches, tmp_path, minutes, go.said.append, docs=tmp_path / "none", **options)
+        return run_all.run_all(batches, tmp_path, minutes, go.said.append, predictions=tmp_path / "none", **options)
 
     return go
 
@@ -120,14 +120,17 @@ def test_run_all_starts_commands_that_exist(step, tmp_path):
 
 
 def test_run_all_a_new_file_has_the_predictions_and_no_measurement(tmp_path):
-    """What was predicted before stands before the measurement; what was measured elsewhere is not compared with."""
+    """What was predicted before stands before the measurement; a file that is there is left alone."""
     one = next(one for batch in run_all.batches() for one in batch if one.spec)
     old = Run(one.spec, "c", "2026-01-01", {"plain": {"status": OK}}, {"plain": {"peak_bytes": 1}})
-    old.save(one.file(tmp_path / "docs"))
-    run_all.seed(one, tmp_path / "out", tmp_path / "docs")
+    old.save(bench.results_path(one.spec, tmp_path / "predictions"))
+    run_all.seed(one, tmp_path / "out", tmp_path / "predictions")
     seeded = Run.load(one.file(tmp_path / "out"))
     assert seeded.predictions == old.predictions and not seeded.variants
     assert one.state(tmp_path / "out")[0] is False
+    old.save(one.file(tmp_path / "out"))
+    run_all.seed(one, tmp_path / "out", tmp_path / "predictions")
+    assert Run.load(one.file(tmp_path / "out")).variants
 
 
 def test_run_all_publishes_what_was_measured_and_nothing_else(tmp_path):
