@@ -20,11 +20,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from thunder_fusionfix import facts as facts_module
-from thunder_fusionfix import pipeline
+from thunder_fusionfix import facts, pipeline
 from thunder_fusionfix.capture import capture
 from thunder_fusionfix.models import load_model
 from thunder_fusionfix.predict import step_parts
+from thunder_fusionfix.read import Reader
 from thunder_fusionfix.simulate import Prices
 from thunder_fusionfix.transform import FusionFixTransform
 
@@ -50,8 +50,12 @@ class Clock:
 def clocked() -> Iterator[Clock]:
     """A clock on every stage of the pipeline while the context is open."""
     clock = Clock()
-    stages = {(pipeline, "read"): "read", (pipeline, "apply_plan"): "edit", (pipeline, "verify"): "verify"}
-    stages |= {(facts_module, "simulate"): "estimate"} if hasattr(facts_module, "simulate") else {}
+    stages = {
+        (Reader, "read"): "read",
+        (pipeline, "apply_plan"): "edit",
+        (pipeline, "verify"): "verify",
+        (facts, "Prices"): "estimate",
+    }
     before = {place: getattr(*place) for place in stages}
     passes = pipeline.PASSES
     try:

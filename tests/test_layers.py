@@ -16,7 +16,7 @@ ROOT = Path(thunder_fusionfix.__file__).parent
 
 # Lowest first. A new module belongs into one row: the lowest that is above all that it imports, whatever it imports lazily too.
 ROWS = {
-    "words": "__init__ errors model config document",
+    "words": "__init__ errors model config document garbage",
     "facts": "effects layout losses infer index_map alias liveness store unparse text syntax paste canonical mincut devices variants model_names",
     "decide": "lift normal_form pins segments simulate facts schedule verify match diff parse apply joint step report results",
     "trace": "_thunder read edit edit_joint share splitter execute",

@@ -345,6 +345,7 @@ from thunder.core import dtypes as dtypes
 from thunder.core import prims as prims
 from thunder.core.codeutils import ContextObject as ContextObject
 from thunder.core.codeutils import prettyprint as prettyprint
+from thunder.core.codeutils import to_printable as to_printable
 from thunder.core.compile_data import (
     _compile_data as _compile_data,  # the pair (CompileData, CompileStats) of the running compile
 )
@@ -366,13 +367,15 @@ from thunder.core.recipe import Plugin as Plugin
 from thunder.core.recipe import PluginPolicy as PluginPolicy
 from thunder.core.symbol import BoundSymbol as BoundSymbol
 from thunder.core.symbol import BoundSymbolTag as BoundSymbolTag
+from thunder.core.symbol import Symbol as Symbol
 from thunder.core.trace import TraceCtx as TraceCtx
 from thunder.core.trace import TraceProvenance as TraceProvenance
 from thunder.core.trace import from_trace as from_trace
+from thunder.core.trace import get_tracectx as get_tracectx
 from thunder.core.trace import tracectx as tracectx
 from thunder.core.transform_common import Transform as Transform
 from thunder.core.transforms import TraceTag as TraceTag
-from thunder.executors.passes import del_last_used as del_last_used
+from thunder.executors.pythonex import clear_mutable_collection as clear_mutable_collection
 from thunder.extend import get_always_executors as get_always_executors
 from thunder.plugins import register_plugin as register_plugin
 

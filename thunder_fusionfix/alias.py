@@ -27,14 +27,16 @@ Values that come from outside may share memory with one another, which no trace 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 from thunder_fusionfix.effects import Copies, Effect, Kind, effect_of
 from thunder_fusionfix.layout import Shape, Strides, Viewed, is_row_major, layout_of, row_major, source_of
-from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Value, refs
+from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Value, kept_with_op, refs
 
 # Kinds whose outputs may be their inputs whatever the row says: unknown ops, dropout that is off.
 _MAY_GIVE_INPUTS = frozenset({Kind.BARRIER, Kind.RANDOM})
@@ -55,8 +57,7 @@ class Sharing(Enum):
     NONE = "apart"
 
 
-@dataclass(frozen=True, slots=True)
-class Storage:
+class Storage(NamedTuple):
     """One piece of memory and every value that sees it for certain."""
 
     id: int
@@ -67,8 +68,7 @@ class Storage:
     group: int  # storages with the same group may share memory
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
+class Access(NamedTuple):
     """One op that reads or writes a group of storages."""
 
     pos: int  # position of the op in the Graph
@@ -83,7 +83,18 @@ class Aliases:
     storages: tuple[Storage, ...]
     storage_of: Mapping[str, int]  # every tensor's name to the id of its storage
     strides: Mapping[str, Strides | None]  # elements; None where not known
-    accesses: Mapping[int, tuple[Access, ...]]  # group to its accesses, in trace order
+    touched: tuple[
+        tuple[int, Sequence[str], frozenset[str]], ...
+    ]  # ops by position: tensors they take, and those they write
+
+    @cached_property
+    def accesses(self) -> Mapping[int, tuple[Access, ...]]:
+        """By group: its accesses, in trace order."""
+        found: dict[int, list[Access]] = {}
+        for pos, names, written in self.touched:
+            for name in names:
+                found.setdefault(self.group_of(name), []).append(Access(pos, name, name in written))
+        return {group: tuple(accesses) for group, accesses in sorted(found.items())}
 
     def sharing(self, one: str, other: str) -> Sharing:
         """Whether the tensors ``one`` and ``other`` share memory."""
@@ -98,7 +109,12 @@ class Aliases:
 
     def is_written(self, name: str) -> bool:
         """True where some op may write to memory that ``name`` may see."""
-        return any(access.writes for access in self.accesses.get(self.group_of(name), ()))
+        return self.group_of(name) in self.written_groups
+
+    @cached_property
+    def written_groups(self) -> frozenset[int]:
+        """Groups to whose memory some op may write."""
+        return frozenset(self.group_of(name) for _, names, written in self.touched for name in names if name in written)
 
 
 def aliases(graph: Graph, forward: Graph | Aliases | None = None) -> Aliases:
@@ -125,7 +141,7 @@ class _Walk:
     nbytes: list[int | None] = field(default_factory=list)
     outside: list[bool] = field(default_factory=list)
     parent: list[int] = field(default_factory=list)  # union-find over storage ids: may share
-    accesses: list[tuple[int, Access]] = field(default_factory=list)  # with the storage id
+    touched: list[tuple[int, Sequence[str], frozenset[str]]] = field(default_factory=list)
 
     def run(self) -> Aliases:
         for name in self.graph.args:
@@ -133,17 +149,12 @@ class _Walk:
         for pos, op in enumerate(self.graph.ops):
             self.visit(pos, op)
         groups = [self.find(id) for id in range(len(self.roots))]
-        by_group: dict[int, list[Access]] = {}
-        for id, access in self.accesses:
-            by_group.setdefault(groups[id], []).append(access)
         columns = zip(self.roots, self.names, self.nbytes, self.outside, groups)
         storages = tuple(
             Storage(id, root, tuple(names), nbytes, outside, group)
             for id, (root, names, nbytes, outside, group) in enumerate(columns)
         )
-        return Aliases(
-            storages, self.storage_of, self.strides, {group: tuple(found) for group, found in sorted(by_group.items())}
-        )
+        return Aliases(storages, self.storage_of, self.strides, tuple(self.touched))
 
     # ------------------------------------------------ storages
 
@@ -203,15 +214,15 @@ class _Walk:
     def visit(self, pos: int, op: Op) -> None:
         if op.id in (DEL, CLEAR):
             return
-        inputs = [name for name in op.inputs if name in self.storage_of]
-        outputs = [name for name in op.outputs if name not in self.storage_of and self.is_tensor(name)]
+        known = self.storage_of
+        inputs = [name for name in op.inputs if name in known]
+        outputs = [name for name in op.outputs if name not in known and self.is_tensor(name)]
         effect = effect_of(op)
         if effect.kind is Kind.REGION or _is_told_by_parts(op, effect):
             written = self.visit_region(op, inputs, outputs)
         else:
             written = self.visit_single(op, effect, inputs, outputs)
-        for name in inputs:
-            self.accesses.append((self.storage_of[name], Access(pos, name, name in written)))
+        self.touched.append((pos, inputs, written))
 
     def visit_single(self, op: Op, effect: Effect, inputs: list[str], outputs: list[str]) -> frozenset[str]:
         """Places the outputs of an op that is no region; gives the inputs that it writes."""
@@ -396,7 +407,7 @@ def _is_dense(shape: Shape | None, strides: Strides | None) -> bool:
 
 def span_bytes(value: Value, strides: Strides | None) -> int | None:
     """Bytes that a new tensor of this shape takes: dims of stride 0 repeat elements and take none."""
-    if value.shape is None or strides is None or value.itemsize is None:
+    if strides is None or 0 not in strides or value.shape is None or value.itemsize is None:
         return value.nbytes
     return value.itemsize * prod(size if stride else min(size, 1) for size, stride in zip(value.shape, strides))
 
@@ -427,8 +438,14 @@ class Inside:
 
 def inside_of(op: Op, values: Mapping[str, Value], strides: Mapping[str, Strides | None]) -> Inside:
     """What each leaf of the fusion region ``op`` makes, given the ``strides`` of the region's inputs."""
-    walk = _InsideWalk(op, values)
-    walk.seen = {name: Seen(name, strides.get(name)) for name in op.inputs}
+    return _inside_of(op, tuple(map(values.get, op.names)), tuple(map(strides.get, op.inputs)))
+
+
+@kept_with_op
+def _inside_of(op: Op, named: tuple[Value | None, ...], strides: tuple[Strides | None, ...]) -> Inside:
+    """`inside_of`; ``named`` are the values of ``op.names``, ``strides`` those of ``op.inputs``."""
+    walk = _InsideWalk(op, {value.name: value for value in named if value is not None})
+    walk.seen = {name: Seen(name, own) for name, own in zip(op.inputs, strides)}
     for leaf in op.leaves:
         walk.visit(leaf)
     may_share = {name: tuple(other for other in walk.doubts.get(name, ()) if other != name) for name in op.outputs}

@@ -41,12 +41,13 @@ from thunder_fusionfix.model import (
 )
 
 
-def apply_to_graph(graph: Graph, plan: Plan) -> Graph:
+def apply_to_graph(graph: Graph, plan: Plan, deletes: bool = True) -> Graph:
     """``graph`` with ``plan`` carried out; ``graph`` itself where the plan is empty.
 
     Args:
         graph: the Graph that the plan was made from.
         plan: edits; see `thunder_fusionfix.model.Plan`.
+        deletes: False leaves out the ``del``s, which have no part in the price of an order.
     """
     if plan.is_empty:
         return graph
@@ -74,7 +75,8 @@ def apply_to_graph(graph: Graph, plan: Plan) -> Graph:
     values = dict(graph.values)
     if new_names:
         values, _ = fill(made, {**graph.values, **{name: Value(name) for name in new_names}})
-    return replace(graph, ops=with_deletes(ops, values, graph.stage == "backward"), values=values)
+    placed_ops = with_deletes(ops, values, graph.stage == "backward") if deletes else tuple(ops)
+    return replace(graph, ops=placed_ops, values=values)
 
 
 def with_readable_names(graph: Graph) -> Graph:

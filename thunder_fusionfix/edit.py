@@ -2,7 +2,9 @@
 
 The input trace, its bound symbols and its proxies stay as they are: new bound symbols come from Thunder's own symbols and
 metas or from `from_bsym`, a changed region is fused again by the executor that made it, and ``del`` statements are derived
-anew. A new op outside regions is bound for torch as Thunder binds what no executor claimed.
+anew as Thunder's `del_last_used` does. A new op outside regions is bound for torch as Thunder binds what no executor claimed.
+
+What the plan leaves alone is not looked into: the names of an op come from its Graph, the proxies from the reader of the trace.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ from typing import Any
 
 from thunder_fusionfix._thunder import (
     BoundSymbol,
+    CollectionProxy,
+    PrimIDs,
     Proxy,
     TensorProxy,
     TraceCtx,
     TraceProvenance,
     TraceTag,
-    del_last_used,
+    clear_mutable_collection,
     dtypes,
     from_trace,
     get_always_executors,
@@ -34,7 +38,7 @@ from thunder_fusionfix._thunder import (
 )
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.model import CLEAR, DEL, Arg, Const, Graph, NewOp, Part, Plan, Ref, Repeat
-from thunder_fusionfix.read import positioned
+from thunder_fusionfix.read import Reader, positioned
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,15 @@ class _Region:
     bound_symbols: tuple[BoundSymbol, ...]
 
 
-def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str) -> TraceCtx:
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """One bound symbol of the new trace."""
+
+    bsym: BoundSymbol
+    names: tuple[str, ...]  # of the values that it gives and takes
+
+
+def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str, reader: Reader | None = None) -> TraceCtx:
     """A new trace with ``plan`` carried out; ``trace`` itself where the plan is empty.
 
     Args:
@@ -54,6 +66,7 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str) -> Tr
         graph: its Graph, to which the plan's positions refer.
         plan: edits; see `thunder_fusionfix.model.Plan`.
         provenance: what the new trace says made it.
+        reader: the one that read ``graph``, where the caller has it.
 
     Raises:
         UnsupportedTraceError: the plan needs an op, a dtype or an executor that cannot be made here.
@@ -62,40 +75,76 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str) -> Tr
         return trace
     new_trace = from_trace(trace)
     new_trace.names = set(trace.names)
-    editor = _Editor(trace, new_trace, graph)
+    bsyms = positioned(trace)
+    editor = _Editor(new_trace, graph, (reader or Reader()).proxies(trace))
     regions = {edit.pos: edit.parts for edit in plan.regions}
     placed: dict[int, list[NewOp]] = {}
     for item in plan.placed:
         placed.setdefault(item.pos, []).append(item.op)
 
-    bsyms = positioned(trace)
     known = set(map(id, bsyms))
-    result: list[BoundSymbol] = [bsym for bsym in trace.bound_symbols if id(bsym) not in known]
+    lines = [editor.line(bsym) for bsym in trace.bound_symbols if id(bsym) not in known]  # comments and the signature
     positions: Iterable[int] = range(len(graph.ops)) if plan.order is None else plan.order
     for pos in positions:
-        for op in placed.get(pos, ()):
-            result += editor.outside(op)
-        if graph.ops[pos].id in (DEL, CLEAR):
+        for new in placed.get(pos, ()):
+            lines += map(editor.line, editor.outside(new))
+        op = graph.ops[pos]
+        if op.id in (DEL, CLEAR):
             continue
         if pos in regions:
-            result += editor.rebuild(bsyms[pos], regions[pos])
+            lines += map(editor.line, editor.rebuild(bsyms[pos], regions[pos]))
         else:
-            result.append(bsyms[pos])
+            lines.append(_Line(bsyms[pos], (*op.outputs, *op.inputs)))
 
-    new_trace.bound_symbols = result
-    new_trace = del_last_used(new_trace, clear_mutable_collections=TraceTag.BACKWARD in trace.tags)
+    deletes = {op.inputs: bsyms[pos] for pos, op in enumerate(graph.ops) if op.id == DEL}
+    new_trace.bound_symbols = _with_deletes(lines, editor.proxies, deletes, TraceTag.BACKWARD in trace.tags)
     keep_object_names(new_trace, trace)
     new_trace.set_provenance(TraceProvenance(provenance))
     return new_trace
 
 
+def _with_deletes(
+    lines: Sequence[_Line],
+    proxies: Mapping[str, Proxy],
+    deletes: Mapping[tuple[str, ...], BoundSymbol],
+    clear_collections: bool,
+) -> list[BoundSymbol]:
+    """The lines with a ``del`` right after the last use of each name; what is returned is not deleted.
+
+    Args:
+        lines: the new trace without ``del``s.
+        proxies: of all names.
+        deletes: ``del``s of the old trace by their names; they are used again where they fit.
+        clear_collections: whether a collection is cleared before it is deleted, as in backward traces.
+    """
+    result: list[BoundSymbol] = []  # from the last to the first
+    kept: set[str] = set()
+    for line in reversed(lines):
+        ending = tuple(dict.fromkeys(name for name in line.names if name not in kept))
+        kept.update(ending)
+        if ending and line.bsym.sym.id is not PrimIDs.RETURN:
+            ended = [proxies[name] for name in ending]
+            result.append(deletes.get(ending) or BoundSymbol(prims.python_del, tuple(ended), {}, None))
+            collections = [proxy for proxy in ended if clear_collections and isinstance(proxy, CollectionProxy)]
+            result += [clear_mutable_collection.bind(proxy, output=None) for proxy in collections]
+        result.append(line.bsym)
+    return result[::-1]
+
+
 class _Editor:
     """Makes bound symbols for one new trace."""
 
-    def __init__(self, trace: TraceCtx, new_trace: TraceCtx, graph: Graph):
+    def __init__(self, new_trace: TraceCtx, graph: Graph, proxies: dict[str, Proxy]):
         self.trace = new_trace
-        self.proxies = _proxies(trace)
+        self.proxies = proxies  # by name; what is made comes in
         self.counters = _counters(graph)
+
+    def line(self, bsym: BoundSymbol) -> _Line:
+        """``bsym`` as a line of the new trace."""
+        named = {proxy.name: proxy for proxy in (*bsym.flat_proxy_outs, *bsym.flat_proxy_args)}
+        for name, proxy in named.items():
+            self.proxies.setdefault(name, proxy)
+        return _Line(bsym, tuple(named))
 
     def outside(self, op: NewOp) -> list[BoundSymbol]:
         """``op`` bound for torch, giving the trace's own proxy where the trace has one of that name."""
@@ -220,20 +269,6 @@ def _constant(text: str) -> Any:
     if dtype is None:
         raise UnsupportedTraceError(f"{text} is no dtype or device of this Thunder")
     return dtype
-
-
-def _proxies(trace: TraceCtx) -> dict[str, Proxy]:
-    """Every proxy of the trace by name, those of sub-ops included."""
-    found: dict[str, Proxy] = {}
-
-    def visit(bsyms: Iterable[BoundSymbol]) -> None:
-        for bsym in bsyms:
-            for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs):
-                found.setdefault(proxy.name, proxy)
-            visit(bsym.subsymbols)
-
-    visit(trace.bound_symbols)
-    return found
 
 
 def _counters(graph: Graph) -> dict[str, int]:

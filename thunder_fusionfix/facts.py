@@ -8,6 +8,7 @@ from functools import cached_property
 from thunder_fusionfix.alias import Aliases
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.model import Graph, Timeline
+from thunder_fusionfix.schedule import Problem, Schedule, best_order
 from thunder_fusionfix.simulate import Prices
 
 
@@ -26,6 +27,15 @@ class Facts:
     @cached_property
     def prices(self) -> Prices:
         return Prices(self.graph, self.forward)
+
+    @cached_property
+    def problem(self) -> Problem:
+        return Problem(self.prices)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The best order, whatever the number of moves."""
+        return best_order(self.problem)
 
     @cached_property
     def timeline(self) -> Timeline:

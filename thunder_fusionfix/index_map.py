@@ -28,6 +28,7 @@ from itertools import pairwise
 from math import prod
 
 from thunder_fusionfix.layout import (
+    CACHED,
     Broadcast,
     Contiguous,
     Layout,
@@ -39,8 +40,6 @@ from thunder_fusionfix.layout import (
     Squeeze,
     row_major,
 )
-
-CACHED = 1 << 14  # layers repeat: 28 of them have 76 maps, and compose them 8,000 times
 
 Factor = tuple[int, int]
 """(size, step): a digit that counts to size, and what one step of it adds to the element's number."""

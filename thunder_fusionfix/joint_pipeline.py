@@ -30,6 +30,7 @@ from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.edit_joint import apply_joint_plan, copied, fusible_sites
 from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, VerifyError
+from thunder_fusionfix.garbage import collected_later
 from thunder_fusionfix.joint import Budget, JointFacts, JointPlan, JointReport, executed, split
 from thunder_fusionfix.model import Decision, Graph, Timeline
 from thunder_fusionfix.passes import claim_layouts, recompute_cheap
@@ -66,7 +67,8 @@ def fix_joint(trace: TraceCtx, entry: Entry) -> tuple[TraceCtx, JointReport]:
         if untested_versions() and not entry.config.untested_versions:
             warn_untested_versions()
             return trace, _nothing("inference", started, "versions that were not tested")
-        return _fix(trace, entry, started)
+        with collected_later():
+            return _fix(trace, entry, started)
     except Exception as error:  # whatever it is, the user's step goes on with the trace that Thunder made
         if entry.config.strict:
             raise (error if isinstance(error, FusionFixError) else FusionFixError(_reason(error))) from error
@@ -294,7 +296,7 @@ def _check_halves(facts: JointFacts, new: Graph) -> None:
 
 
 def _writes(facts: JointFacts) -> bool:
-    return any(access.writes for accesses in facts.aliases.accesses.values() for access in accesses)
+    return bool(facts.aliases.written_groups)
 
 
 def _misread_memory(facts: JointFacts, new: Graph, config: FusionFixConfig) -> str | None:

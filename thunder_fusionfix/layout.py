@@ -18,10 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from math import prod
 
 from thunder_fusionfix.effects import is_layout, short_name
 from thunder_fusionfix.model import Arg, Op, Ref, Value
+
+CACHED = 1 << 14  # layers repeat: a trace has few shapes and layouts, and asks for them thousands of times
 
 Shape = tuple[int, ...]
 Strides = tuple[int, ...]
@@ -35,6 +38,7 @@ class Viewed(Enum):
     UNKNOWN = "unknown"
 
 
+@lru_cache(maxsize=CACHED)
 def row_major(shape: Shape) -> Strides:
     """Strides of a dense tensor of ``shape`` whose last dim varies fastest, in elements.
 
@@ -48,6 +52,7 @@ def row_major(shape: Shape) -> Strides:
     return tuple(reversed(strides))
 
 
+@lru_cache(maxsize=CACHED)
 def is_row_major(shape: Shape, strides: Strides) -> bool:
     """True where the elements lie densely in row-major order; strides of unit dims do not matter.
 

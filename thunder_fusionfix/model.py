@@ -18,10 +18,11 @@ Conventions: a *position* is an index into ``Graph.ops``; ranges of positions ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, wraps
 from math import prod
+from typing import Concatenate, ParamSpec, TypeVar
 
 # Bytes of one element, by the dtype names that printed traces use.
 DTYPE_BYTES: Mapping[str, int] = {
@@ -75,16 +76,20 @@ class Struct:
 Arg = Ref | Const | Struct | None | bool | int | float | complex | str | tuple["Arg", ...]
 
 
-def refs(arg: Arg) -> Iterator[str]:
-    """Yields the names of the values in ``arg``, in printed order, repeats included."""
+def refs(arg: Arg) -> list[str]:
+    """The names of the values in ``arg``, in printed order, repeats included."""
     if isinstance(arg, Ref):
-        yield arg.name
-    elif isinstance(arg, tuple):
+        return [arg.name]
+    if isinstance(arg, Struct):
+        arg = tuple(item for _, item in arg.items)
+    found: list[str] = []
+    if isinstance(arg, tuple):
         for item in arg:
-            yield from refs(item)
-    elif isinstance(arg, Struct):
-        for _, item in arg.items:
-            yield from refs(item)
+            if isinstance(item, Ref):
+                found.append(item.name)
+            elif isinstance(item, (tuple, Struct)):
+                found += refs(item)
+    return found
 
 
 def renamed(arg: Arg, names: Mapping[str, str]) -> Arg:
@@ -154,7 +159,8 @@ class Op:
     @cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the values that the op takes, in order of first appearance, without repeats."""
-        return tuple(dict.fromkeys((*refs(self.args), *(name for _, arg in self.kwargs for name in refs(arg)))))
+        named = [name for _, arg in self.kwargs for name in refs(arg)] if self.kwargs else ()
+        return tuple(dict.fromkeys((*refs(self.args), *named)))
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
@@ -168,9 +174,45 @@ class Op:
             return (self,)
         return tuple(leaf for subop in self.subops for leaf in subop.leaves)
 
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Every name that the op or one of its sub-ops takes or gives, without repeats."""
+        inside = [name for subop in self.subops for name in subop.names]
+        return tuple(dict.fromkeys((*self.inputs, *self.outputs, *inside)))
+
     def kwarg(self, name: str, default: Arg = None) -> Arg:
         """The keyword argument ``name``, or ``default``."""
         return dict(self.kwargs).get(name, default)
+
+
+Context = ParamSpec("Context")
+Fact = TypeVar("Fact")
+
+
+def kept_with_op(find: Callable[Concatenate[Op, Context], Fact]) -> Callable[Concatenate[Op, Context], Fact]:
+    """``find``, asked once for each Op: what follows from an op alone is kept with it, as `Op.inputs` is.
+
+    Graphs before and after a pass share the ops that the pass left alone, so they share these facts. Where a fact follows from more
+    than the op, that comes as further arguments, which are plain data; the fact is then kept for the last ones.
+
+        >>> @kept_with_op
+        ... def width(op): print("looked at"); return len(op.inputs)
+        >>> op = Op("prims.neg", (Ref("x"),), Ref("y"))
+        >>> width(op), width(op)
+        looked at
+        (1, 1)
+    """
+    name = f"{find.__module__}.{find.__qualname__}"
+
+    @wraps(find)
+    def recall(op: Op, *context: Context.args, **none: Context.kwargs) -> Fact:
+        facts = vars(op)
+        known = facts.get(name)
+        if known is None or known[0] != context:
+            known = facts[name] = context, find(op, *context, **none)
+        return known[1]
+
+    return recall
 
 
 STAGES = ("joint", "forward", "backward", "inference")

@@ -52,7 +52,7 @@ from thunder_fusionfix.effects import PURE, Copies, Kind, effect_of, short_name
 from thunder_fusionfix.index_map import IndexMap, compose, index_map, made, merged, refine, regrouped, ungrouped
 from thunder_fusionfix.layout import Contiguous, Same, Shape, layout_of, row_major
 from thunder_fusionfix.losses import CrossEntropy, cross_entropy_of
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, Arg, Const, Graph, Op, Ref, Struct, Value, refs
+from thunder_fusionfix.model import CLEAR, DEL, RETURN, Arg, Const, Graph, Op, Ref, Struct, Value, kept_with_op, refs
 
 PUSH_LIMIT = 500_000  # pairs (map, expression); 28 layers of Qwen2.5 need 1/20 of it
 
@@ -112,6 +112,7 @@ class GraphForm:
 _HARMLESS = PURE | {Kind.BOOKKEEPING}
 
 
+@kept_with_op
 def has_effect(op: Op) -> bool:
     """True where ``op``, or for a region something in it, does more than compute its outputs, or is not known."""
     if op.is_fusion:
@@ -142,6 +143,7 @@ class Forms:
     _maps: list[IndexMap] = field(default_factory=list)
     _map_ids: dict[IndexMap, int] = field(default_factory=dict)
     _pushed: dict[tuple[int, int], int] = field(default_factory=dict)  # (map, expression) -> expression
+    _computed: dict[tuple[int, tuple[int, ...]], _Computed] = field(default_factory=dict)  # (id of op, what it takes)
 
     def of(self, graph: Graph, *, new_id: Mapping[str, str] | None = None, epoch: Epoch | None = None) -> GraphForm:
         """The expressions of ``graph``.
@@ -163,6 +165,19 @@ class Forms:
             found = self._ids[node] = len(self.nodes)
             self.nodes.append(node)
         return found
+
+    def computed(self, op: Op, taken: tuple[int, ...], values: Mapping[str, Value]) -> tuple[int, ...] | None:
+        """What the pure ``op`` gives for the expressions that it takes; None where this table has not seen it.
+
+        Graphs before and after a pass share the ops that the pass left alone. They are told by identity, and count as seen only
+        where every name in them means the same value.
+        """
+        seen = self._computed.get((id(op), taken))
+        return seen.given if seen is not None and seen.values == tuple(map(values.get, op.names)) else None
+
+    def keep(self, op: Op, taken: tuple[int, ...], values: Mapping[str, Value], given: tuple[int, ...]) -> None:
+        """Remembers an answer for `computed`."""
+        self._computed[id(op), taken] = _Computed(op, tuple(map(values.get, op.names)), given)
 
     # ------------------------------------------------ layouts
 
@@ -453,6 +468,15 @@ class Forms:
 
 
 @dataclass(frozen=True, slots=True)
+class _Computed:
+    """What an op gave."""
+
+    op: Op  # kept alive, so that its id stays its own
+    values: tuple[Value | None, ...]  # of the names in the op
+    given: tuple[int, ...]  # expressions of its outputs
+
+
+@dataclass(frozen=True, slots=True)
 class _MovedRows:
     """A map over ``[rows, own dims...]``, split."""
 
@@ -614,7 +638,7 @@ class _Evaluation:
             env.update((name, self.leaf(name)) for name in op.outputs)
         else:
             local = dict(taken)
-            self.evaluate(pos, op, local)
+            self.recall_or(self.evaluate, pos, op, local)
             env.update((name, local[name]) for name in op.outputs)
 
     def read(self, epoch: int | None, name: str, source: int) -> int:
@@ -627,6 +651,19 @@ class _Evaluation:
             return source
         return self.forms.read((made, epoch) if is_computed else (epoch,), source)
 
+    def recall_or(self, evaluate: Callable, pos: int, op: Op, env: dict[str, int]) -> None:
+        """Puts the outputs of ``op``, which depend on its inputs alone, into ``env``; asks ``evaluate`` where they are not known."""
+        if has_effect(op) or self.new_id:
+            evaluate(pos, op, env)
+            return
+        values, taken = self.graph.values, tuple([env[name] for name in op.inputs])
+        given = self.forms.computed(op, taken, values)
+        if given is None:
+            evaluate(pos, op, env)
+            self.forms.keep(op, taken, values, tuple([env[name] for name in op.outputs]))
+        else:
+            env.update(zip(op.outputs, given))
+
     def observe(self, pos: int, op: Op, env: Mapping[str, int]) -> None:
         names = [*refs(op.args), *(name for _, arg in op.kwargs for name in refs(arg))]
         self.observed.append(Observation(pos, op, tuple(env[name] for name in names)))
@@ -636,7 +673,7 @@ class _Evaluation:
         for name in op.inputs:
             if name not in env:
                 env[name] = self.leaf(name)
-        is_named = op.id in self.new_id or op.id in self.new_id.values()
+        is_named = bool(self.new_id) and (op.id in self.new_id or op.id in self.new_id.values())
         if has_effect(op) and not (op.is_fusion and op.subops):
             self.observe(pos, op, env)
             for name in op.outputs:
@@ -647,13 +684,13 @@ class _Evaluation:
                 self.evaluate(pos, subop, local)
             env.update((name, local[name] if name in local else self.leaf(name)) for name in op.outputs)
         elif not set(op.outputs) <= set(op.inputs):  # an op that gives back its input gives nothing new
-            self.apply(op, env)
+            self.recall_or(self.apply, pos, op, env)
 
     def bind(self, env: dict[str, int], name: str, op: str, label: Hashable, children: tuple[int, ...]) -> None:
         value = self.graph.values.get(name) or Value(name, kind="other")
         env[name] = self.forms.node(op, label, children, value.shape, value.dtype)
 
-    def apply(self, op: Op, env: dict[str, int]) -> None:
+    def apply(self, pos: int, op: Op, env: dict[str, int]) -> None:
         """The outputs of a pure op without sub-ops."""
         loss = cross_entropy_of(op)
         if loss is not None and self.cross_entropy(loss, env):

@@ -33,12 +33,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from thunder_fusionfix.alias import Access, Aliases
 from thunder_fusionfix.effects import PURE, Kind, effect_of
-from thunder_fusionfix.model import CLEAR, DEL, Graph, Op
+from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, kept_with_op
 
 
 class Edge(NamedTuple):
@@ -60,6 +60,13 @@ def edges(graph: Graph, shared: Aliases) -> tuple[Edge, ...]:
     return tuple(Edge(first, then, name) for name, rule in RULES.items() for first, then in rule(trace))
 
 
+def pairs(graph: Graph, shared: Aliases) -> Iterator[tuple[int, int]]:
+    """`edges` without their rules; for who only asks what comes before what."""
+    trace = _Trace(graph, shared)
+    return chain.from_iterable(rule(trace) for rule in RULES.values())
+
+
+@kept_with_op
 def kinds_of(op: Op) -> frozenset[Kind]:
     """What the op and each of its finest sub-ops are; a region, or a composite without a row, is what its sub-ops are."""
     kinds = {effect_of(leaf).kind for leaf in op.leaves}
@@ -109,16 +116,7 @@ class _Trace:
     @cached_property
     def kinds(self) -> dict[int, frozenset[Kind]]:
         """By position of an op that an order arranges: what it is."""
-        known: dict[tuple[str, ...], frozenset[Kind]] = {}  # a trace repeats few kinds of op many times
-        found = {}
-        for pos, op in enumerate(self.graph.ops):
-            if op.id in (DEL, CLEAR):
-                continue
-            key = (op.id, *(leaf.id for leaf in op.leaves))
-            if key not in known:
-                known[key] = kinds_of(op)
-            found[pos] = known[key]
-        return found
+        return {pos: kinds_of(op) for pos, op in enumerate(self.graph.ops) if op.id not in (DEL, CLEAR)}
 
 
 # ---------------------------------------------------------------- rules
@@ -146,9 +144,8 @@ def _values(trace: _Trace) -> Iterator[tuple[int, int]]:
 
 
 def _memory(trace: _Trace) -> Iterator[tuple[int, int]]:
-    for accesses in trace.shared.accesses.values():
-        if any(access.writes for access in accesses):
-            yield from _in_write_order(accesses)
+    for group in sorted(trace.shared.written_groups):
+        yield from _in_write_order(trace.shared.accesses[group])
 
 
 def _in_write_order(accesses: tuple[Access, ...]) -> Iterator[tuple[int, int]]:

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from thunder_fusionfix._thunder import (
     TraceCtx,
@@ -26,13 +27,18 @@ from thunder_fusionfix.edit import apply_plan
 from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, VerifyError
 from thunder_fusionfix.execute import compare
 from thunder_fusionfix.facts import Facts
+from thunder_fusionfix.garbage import collected_later
 from thunder_fusionfix.model import Decision, Graph, Plan, Report
+from thunder_fusionfix.normal_form import Forms
 from thunder_fusionfix.passes import PASSES, Pass
-from thunder_fusionfix.read import example_strides, forward_trace, read
+from thunder_fusionfix.read import Reader, example_strides, forward_trace
 from thunder_fusionfix.step import held_in_a_step
 from thunder_fusionfix.verify import verify
 
 _warned: set[str] = set()  # messages that this process has shown
+_readers: WeakKeyDictionary[TraceCtx, Reader] = (
+    WeakKeyDictionary()
+)  # of fixed traces: a backward asks for its forward again
 
 
 def fix_trace(trace: TraceCtx, config: FusionFixConfig | None = None) -> tuple[TraceCtx, Report | None]:
@@ -55,7 +61,8 @@ def fix_trace(trace: TraceCtx, config: FusionFixConfig | None = None) -> tuple[T
         warn_untested_versions()
         return trace, None
     try:
-        return _fix(trace, config)
+        with collected_later():
+            return _fix(trace, config)
     except Exception as error:  # whatever it is, the user's step goes on with the trace that Thunder made
         if config.strict:
             raise error if isinstance(error, FusionFixError) else FusionFixError(_told(error)) from error
@@ -65,17 +72,18 @@ def fix_trace(trace: TraceCtx, config: FusionFixConfig | None = None) -> tuple[T
 
 def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
     started = time.perf_counter()
-    strides, forward = example_strides(), _forward_graph(trace)
+    forward = _forward_graph(trace)
     held = forward.args if forward is not None else ()
     saved = aliases(forward) if forward is not None else None
+    reader = Reader(example_strides())
 
     def facts_of(some_trace: TraceCtx) -> Facts:
-        graph = read(some_trace, strides=strides, held=held)
+        graph = reader.read(some_trace, held)
         if forward is not None and saved is not None:
             graph = held_in_a_step(graph, forward, saved)
         return Facts(graph, config, saved)
 
-    state = _State(trace, facts_of(trace))
+    state = _State(trace, facts_of(trace), reader, Forms())
     first = state.facts
     for item in PASSES:
         if getattr(config, item.name):
@@ -90,6 +98,7 @@ def _fix(trace: TraceCtx, config: FusionFixConfig) -> tuple[TraceCtx, Report]:
         seconds=time.perf_counter() - started,
         kept_input=state.kept_input,
     )
+    _readers[state.trace] = reader
     return state.trace, report
 
 
@@ -99,6 +108,8 @@ class _State:
 
     trace: TraceCtx
     facts: Facts  # of the trace
+    reader: Reader
+    forms: Forms  # what the verifier knows of its values
     decisions: tuple[Decision, ...] = ()
     kept_input: str | None = None  # why the last pass that was undone was
 
@@ -117,10 +128,10 @@ def _after(item: Pass, state: _State, facts_of: Callable[[TraceCtx], Facts]) -> 
         plan = item.plan(state.facts, state.fuel)
         if plan.is_empty:
             return replace(state, decisions=state.decisions + plan.decisions)
-        trace = apply_plan(state.trace, graph, plan, _provenance(item, plan))
+        trace = apply_plan(state.trace, graph, plan, _provenance(item, plan), state.reader)
         facts = facts_of(trace)
         if config.verify:
-            verify(graph, facts.graph, item.admits(graph, plan))
+            verify(graph, facts.graph, item.admits(graph, plan), forms=state.forms)
         if config.debug_execute:
             _compare_by_running(graph, facts.graph)
         why_not = _why_not(state.facts, facts)
@@ -130,7 +141,7 @@ def _after(item: Pass, state: _State, facts_of: Callable[[TraceCtx], Facts]) -> 
         why_not = _told(error)
         _warn_once(f"thunder_fusionfix: pass `{item.name}` was undone, the trace is as it was before it ({why_not})")
     if why_not is None:
-        return _State(trace, facts, state.decisions + plan.decisions, state.kept_input)
+        return replace(state, trace=trace, facts=facts, decisions=state.decisions + plan.decisions)
     undone = (
         replace(decision, applied=False, reason=f"pass undone: {why_not}") if decision.applied else decision
         for decision in plan.decisions
@@ -143,7 +154,9 @@ def _forward_graph(trace: TraceCtx) -> Graph | None:
     if TraceTag.BACKWARD not in trace.tags:
         return None
     forward = forward_trace()
-    return None if forward is None else read(forward, strides=example_strides())
+    if forward is None:
+        return None
+    return (_readers.get(forward) or Reader(example_strides())).read(forward)
 
 
 def _why_not(before: Facts, after: Facts) -> str | None:

@@ -9,24 +9,30 @@ example value; `example_strides` takes them from there. Strides of other values 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from thunder_fusionfix._thunder import (
     BoundSymbol,
     BoundSymbolTag,
     CollectionProxy,
     ContextObject,
+    Device,
     FutureTensorProxy,
     NumberProxy,
     PrimIDs,
     Proxy,
+    Symbol,
     TensorProxy,
     TraceCtx,
     TraceTag,
+    dtypes,
     get_compile_data,
     get_compile_stats,
+    get_tracectx,
     prettyprint,
+    to_printable,
     tracectx,
     tree_iter,
 )
@@ -39,6 +45,10 @@ _STATEMENTS = {
     PrimIDs.DEL: DEL,
     PrimIDs.UNPACK_SEQUENCE: UNPACK,
 }
+_LITERALS = frozenset({type(None), bool, int, float, complex, str})
+
+Asked = TypeVar("Asked")
+Found = TypeVar("Found")
 
 
 def read(trace: TraceCtx, *, strides: Mapping[str, tuple[int, ...]] | None = None, held: Iterable[str] = ()) -> Graph:
@@ -53,21 +63,169 @@ def read(trace: TraceCtx, *, strides: Mapping[str, tuple[int, ...]] | None = Non
     Raises:
         UnsupportedTraceError: the trace holds values whose size only a run can tell (symbolic values).
     """
-    values: dict[str, Value] = {}
-    strides = strides or {}
+    return Reader(strides).read(trace, held)
 
-    def note(proxy: Proxy) -> None:
-        if proxy.name not in values:
-            values[proxy.name] = _value(proxy, strides.get(proxy.name))
 
-    with tracectx(trace):
-        ops = tuple(_op(bsym, note) for bsym in positioned(trace))
-    args = _signature(trace, note)
-    stage = _stage(trace)
-    owned = frozenset(held) | (frozenset(args) if stage != "backward" else frozenset())
-    siginfo = trace.siginfo() if trace._siginfo is not None or trace.fn is not None else None
-    graph = Graph(siginfo.name if siginfo is not None else "computation", stage, args, ops, values, held=owned)
-    return hold_cotangents(graph) if engine_holds_cotangents() else graph
+class Reader:
+    """Reads traces that were made from one another; what they share is read once.
+
+    Bound symbols are immutable, and `edit` takes those that it leaves alone over into the new trace. A reader gives one `Op`, the same
+    object, for one bound symbol, so a trace that differs in ten ops takes the time of ten ops, and whoever compares two Graphs sees at
+    once what is the same in both. The list of bound symbols itself is taken from each trace anew.
+    """
+
+    def __init__(self, strides: Mapping[str, tuple[int, ...]] | None = None) -> None:
+        """``strides``: as of `read`."""
+        self._strides = strides or {}
+        self._op_of = _Memory(self._read_op, _content)
+        self._named = _Memory(self._read_proxy)
+        self._symbol_of = _Memory(_symbol)
+        self._text_of = _Memory(prettyprint)
+        self._dtype_of = _Memory(dtypes.dtype.shortname)
+        self._device_of = _Memory(Device.device_str)
+
+    def read(self, trace: TraceCtx, held: Iterable[str] = ()) -> Graph:
+        """The Graph of ``trace``; see the function `read`."""
+        ops: list[Op] = []
+        values: dict[str, Value] = {}
+        with tracectx(trace):
+            for bsym in positioned(trace):
+                op, named = self._op_of(bsym)
+                ops.append(op)
+                for one in named:
+                    values.setdefault(one.ref.name, one.value)
+        signature = [self._named(proxy) for proxy in _signature(trace)]
+        for one in signature:
+            values.setdefault(one.ref.name, one.value)
+        args = tuple(dict.fromkeys(one.ref.name for one in signature))
+        stage = _stage(trace)
+        owned = frozenset(held) | (frozenset(args) if stage != "backward" else frozenset())
+        siginfo = trace.siginfo() if trace._siginfo is not None or trace.fn is not None else None
+        name = siginfo.name if siginfo is not None else "computation"
+        graph = Graph(name, stage, args, tuple(ops), values, held=owned)
+        return hold_cotangents(graph) if engine_holds_cotangents() else graph
+
+    def proxies(self, trace: TraceCtx) -> dict[str, Proxy]:
+        """Every proxy of ``trace`` by name, those of sub-ops included; of several with one name the first."""
+        found: dict[str, Proxy] = {}
+        with tracectx(trace):
+            for bsym in positioned(trace):
+                for one in self._op_of(bsym)[1]:
+                    found.setdefault(one.ref.name, one.proxy)
+        for proxy in _signature(trace):
+            found.setdefault(proxy.name, proxy)
+        return found
+
+    def _read_op(self, bsym: BoundSymbol) -> tuple[Op, tuple[_Named, ...]]:
+        """The op, and all that it and its sub-ops name."""
+        names: _Names = {}
+        symbol = self._symbol_of(bsym.sym)
+        op_id = symbol.statement or (symbol.callee if bsym._call_ctx is None else bsym.name_with_module())
+        args = tuple([self._arg(arg, names) for arg in bsym.args])
+        kwargs = tuple([(name, self._arg(arg, names)) for name, arg in bsym.kwargs.items()])
+        output = self._arg(bsym.output, names)
+        inside = [self._op_of(subsymbol) for subsymbol in bsym.subsymbols]
+        for _, named in inside:
+            for one in named:
+                names.setdefault(one.ref.name, one)
+        op = Op(
+            id=op_id,
+            args=args[:1] if op_id == UNPACK else args,  # not its length
+            output=None if op_id in (RETURN, DEL, CLEAR) else _names_only(output),
+            kwargs=kwargs,
+            subops=tuple([subop for subop, _ in inside]),
+            tags=symbol.tags | _own_tags(bsym) if bsym.tags else symbol.tags,
+            is_fusion=bool(bsym.sym.is_fusion),
+        )
+        return op, tuple(names.values())
+
+    def _arg(self, arg: Any, names: _Names) -> Arg:
+        """One argument, output or part of one as plain data; what it names goes to ``names``."""
+        kind = type(arg)
+        if kind in _LITERALS:
+            return arg
+        if isinstance(arg, Proxy):
+            named = self._named(arg)
+            names.setdefault(named.ref.name, named)
+            return named.ref
+        if kind is tuple or kind is list:
+            return (
+                tuple(arg) if _LITERALS.issuperset(map(type, arg)) else tuple([self._arg(item, names) for item in arg])
+            )
+        if kind is dict:
+            return Struct(tuple((str(name), self._arg(item, names)) for name, item in arg.items()))
+        if isinstance(arg, (dtypes.dtype, Device)):
+            return Const(self._text_of(arg))
+        return self._printed(to_printable(get_tracectx(), arg, import_ctx={}, object_ctx={}), names)
+
+    def _printed(self, printable: Any, names: _Names) -> Arg:
+        """What the trace prints in the place of an object of another kind."""
+        if isinstance(printable, (bool, int, float, complex, str)):
+            return printable
+        if isinstance(printable, (tuple, list)):
+            return tuple(self._arg(item, names) for item in printable)
+        if isinstance(printable, dict):
+            return Struct(tuple((str(name), self._arg(item, names)) for name, item in printable.items()))
+        if isinstance(printable, ContextObject):
+            return Const(printable.name)
+        parts = tree_iter(vars(printable)) if hasattr(printable, "__dict__") else ()
+        inner = [self._arg(part, names) for part in parts if isinstance(part, Proxy)]
+        if inner:  # a dataclass of the user's: its tensors must not get lost
+            return tuple(inner)
+        return Const(prettyprint(printable))
+
+    def _read_proxy(self, proxy: Proxy) -> _Named:
+        return _Named(proxy, Ref(proxy.name), self._value(proxy))
+
+    def _value(self, proxy: Proxy) -> Value:
+        if isinstance(proxy, (TensorProxy, FutureTensorProxy)):
+            shape = tuple(proxy._shape)  # `shape` records an op in the trace where sizes are symbolic
+            if not all(isinstance(size, int) for size in shape):
+                raise UnsupportedTraceError("symbolic values, sizes that only a run can tell")
+            strides = self._strides.get(proxy.name)
+            known = strides if strides and len(strides) == len(shape) else None
+            return Value(proxy.name, shape, self._dtype_of(proxy.dtype), self._device_of(proxy.device), known)
+        if isinstance(proxy, NumberProxy):
+            return Value(proxy.name, kind="number")
+        if isinstance(proxy, CollectionProxy):
+            return Value(proxy.name, kind="collection")
+        return Value(proxy.name, kind="other")
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What stands for a proxy in a Graph."""
+
+    proxy: Proxy
+    ref: Ref
+    value: Value
+
+
+_Names = dict[str, _Named]
+
+
+class _Memory(Generic[Asked, Found]):
+    """A function that is asked once for each object; objects are told by identity and kept, so that no id is given again."""
+
+    def __init__(self, find: Callable[[Asked], Found], key: Callable[[Asked], Hashable] = id) -> None:
+        self._find, self._key = find, key
+        self._found: dict[Hashable, tuple[Asked, Found]] = {}
+
+    def __call__(self, asked: Asked) -> Found:
+        key = self._key(asked)
+        known = self._found.get(key)
+        if known is None:
+            known = self._found[key] = asked, self._find(asked)
+        return known[1]
+
+
+def _content(bsym: BoundSymbol) -> Hashable:
+    """The same for a bound symbol and its copies: Thunder copies what stands in a region each time that it fuses one."""
+    if bsym.subsymbols:
+        return id(bsym)
+    output = bsym.output
+    given = tuple(map(id, output)) if type(output) is tuple or type(output) is list else id(output)
+    return id(bsym.sym), id(bsym.args), id(bsym.kwargs), given, frozenset(bsym.tags)
 
 
 def positioned(trace: TraceCtx) -> list[BoundSymbol]:
@@ -130,85 +288,39 @@ def _stage(trace: TraceCtx) -> str:
     return "joint" if returns_both else "inference"
 
 
-def _signature(trace: TraceCtx, note: Any) -> tuple[str, ...]:
-    """Names of the arguments: those that the trace unpacks trivially, else the proxies of ``trace.args``."""
+def _signature(trace: TraceCtx) -> list[Proxy]:
+    """The arguments: those that the trace unpacks trivially, else ``trace.args``."""
     unpacked = [bsym.output for bsym in trace.bound_symbols if bsym.sym.id is PrimIDs.UNPACK_TRIVIAL]
-    proxies = [proxy for proxy in tree_iter(unpacked or trace.args or ()) if isinstance(proxy, Proxy)]
-    for proxy in proxies:
-        note(proxy)
-    return tuple(dict.fromkeys(proxy.name for proxy in proxies))
+    return [proxy for proxy in tree_iter(unpacked or trace.args or ()) if isinstance(proxy, Proxy)]
 
 
-def _op(bsym: BoundSymbol, note: Any) -> Op:
-    for proxy in (*bsym.flat_proxy_args, *bsym.flat_proxy_outs):
-        note(proxy)
-    op_id = _STATEMENTS.get(bsym.sym.id) or _callee(bsym)
-    return Op(
-        id=op_id,
-        args=tuple(_arg(arg) for arg in bsym._arg_printables[: 1 if op_id == UNPACK else None]),  # not its length
-        output=None if op_id in (RETURN, DEL, CLEAR) else _names_only(_arg(bsym.output)),
-        kwargs=tuple((name, _arg(arg)) for name, arg in bsym._kwarg_printables.items()),
-        subops=tuple(_op(subsymbol, note) for subsymbol in bsym.subsymbols),
-        tags=_tags(bsym),
-        is_fusion=bool(bsym.sym.is_fusion),
-    )
+@dataclass(frozen=True, slots=True)
+class _Symbol:
+    """What all bound symbols of one symbol have in common."""
+
+    statement: str | None  # the model's name of a statement of the trace
+    callee: str  # as the trace prints it
+    tags: frozenset[str]
+
+
+def _symbol(symbol: Symbol) -> _Symbol:
+    statement = _STATEMENTS.get(symbol.id)
+    name = BoundSymbol(symbol, (), {}, None).name_with_module()
+    callee = CLEAR if name.rsplit(".", 1)[-1] == CLEAR else name
+    return _Symbol(statement, callee, frozenset(tag.name for tag in symbol.tags or ()))
+
+
+def _own_tags(bsym: BoundSymbol) -> frozenset[str]:
+    tags = ((BoundSymbolTag.BACKWARD, "BACKWARD"), (BoundSymbolTag.RECOMPUTE_IN_BACKWARD, "RECOMPUTE_IN_BACKWARD"))
+    return frozenset(name for tag, name in tags if tag in bsym.tags)
 
 
 def _names_only(output: Arg) -> Arg:
     """An output without its literals, which a trace prints as ``_``."""
+    if isinstance(output, Ref):
+        return output
     if isinstance(output, tuple):
-        return tuple(_names_only(item) for item in output)
+        return tuple([_names_only(item) for item in output])
     if isinstance(output, Struct):
         return Struct(tuple((name, _names_only(item)) for name, item in output.items))
-    return output if isinstance(output, Ref) else None
-
-
-def _callee(bsym: BoundSymbol) -> str:
-    """The callee as the trace prints it."""
-    name = bsym.name_with_module()
-    return CLEAR if name.rsplit(".", 1)[-1] == CLEAR else name
-
-
-def _tags(bsym: BoundSymbol) -> frozenset[str]:
-    names = {tag.name for tag in bsym.sym.tags or ()}
-    if BoundSymbolTag.BACKWARD in bsym.tags:
-        names.add("BACKWARD")
-    if BoundSymbolTag.RECOMPUTE_IN_BACKWARD in bsym.tags:
-        names.add("RECOMPUTE_IN_BACKWARD")
-    return frozenset(names)
-
-
-def _arg(printable: Any) -> Arg:
-    """One argument, output or part of one as plain data."""
-    if isinstance(printable, Proxy):
-        return Ref(printable.name)
-    if printable is None or isinstance(printable, (bool, int, float, complex, str)):
-        return printable
-    if isinstance(printable, (tuple, list)):
-        return tuple(_arg(item) for item in printable)
-    if isinstance(printable, dict):
-        return Struct(tuple((str(name), _arg(item)) for name, item in printable.items()))
-    if isinstance(printable, ContextObject):
-        return Const(printable.name)
-    inner = (
-        [proxy for proxy in tree_iter(vars(printable)) if isinstance(proxy, Proxy)]
-        if hasattr(printable, "__dict__")
-        else []
-    )
-    if inner:  # a dataclass of the user's: its tensors must not get lost
-        return tuple(Ref(proxy.name) for proxy in inner)
-    return Const(prettyprint(printable))
-
-
-def _value(proxy: Proxy, strides: tuple[int, ...] | None) -> Value:
-    if isinstance(proxy, (TensorProxy, FutureTensorProxy)):
-        shape = tuple(proxy._shape)  # `shape` records an op in the trace where sizes are symbolic
-        if not all(isinstance(size, int) for size in shape):
-            raise UnsupportedTraceError("symbolic values, sizes that only a run can tell")
-        dtype, device = proxy.dtype.shortname(), proxy.device.device_str()
-        return Value(proxy.name, shape, dtype, device, strides if strides and len(strides) == len(shape) else None)
-    if isinstance(proxy, NumberProxy):
-        return Value(proxy.name, kind="number")
-    if isinstance(proxy, CollectionProxy):
-        return Value(proxy.name, kind="collection")
-    return Value(proxy.name, kind="other")
+    return None

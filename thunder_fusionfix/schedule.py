@@ -39,10 +39,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from operator import lt
 from typing import NamedTuple
 
 from thunder_fusionfix.model import Graph
-from thunder_fusionfix.pins import edges, is_fence
+from thunder_fusionfix.pins import is_fence, pairs
 from thunder_fusionfix.simulate import Prices
 
 # The search looks at the whole trace up to this many ops, and at windows of larger ones: its sets of ops are bit masks.
@@ -58,6 +59,7 @@ QUICK_VISITS = 6_000
 SETTLE_VISITS = 80_000
 
 Order = list[int]  # indices into `Problem.steps`
+Tried = tuple[str, Order, int]  # which ordering, its order and the peak in bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,21 +84,14 @@ def schedule(graph: Graph, prices: Prices | None = None, most_moves: int | None 
         prices: its `Prices`, where the caller has them.
         most_moves: at most this many ops move; None for no limit.
     """
-    problem = Problem(prices if prices is not None else Prices(graph))
-    as_it_is = list(range(len(problem.steps)))
-    peak_before = problem.peak_of(as_it_is)
-    floor = problem.prices.lower_bound(dict(zip(problem.steps, problem.live_of(as_it_is))))
-    tried = [("as it is", as_it_is, peak_before)]
-    is_optimal = peak_before <= floor
-    if not is_optimal:
-        for name, find in ORDERINGS.items():
-            order = find(problem)
-            tried.append((name, order, problem.peak_of(order)))
-        name, order, peak = min(tried, key=lambda item: item[2])
-        found, is_optimal = _search(problem, order, peak, floor, SEARCH_VISITS)
-        if found is not None:
-            tried.append((f"search from {name}", found, problem.peak_of(found)))
-    name, order, peak = min(tried, key=lambda item: item[2])  # the first of equals: the input
+    return best_order(Problem(prices if prices is not None else Prices(graph)), most_moves)
+
+
+def best_order(problem: Problem, most_moves: int | None = None) -> Schedule:
+    """`schedule` of a `Problem` that the caller has."""
+    tried, is_optimal = problem.tried
+    floor, peak_before = problem.prices.lower_bound, tried[0][2]
+    name, order, peak = _least(tried)
     if peak < peak_before:
         order = settle(problem, order, peak, most_moves)
         peak = problem.peak_of(order)
@@ -124,7 +119,7 @@ class Problem:
         self.sizes, self.is_kept = prices.sizes, prices.is_kept
         index = {pos: at for at, pos in enumerate(self.steps)}
         before: list[set[int]] = [set() for _ in self.steps]
-        for first, then, _ in edges(graph, prices.aliases):
+        for first, then in pairs(graph, prices.aliases):
             before[index[then]].add(index[first])
         self.before: list[tuple[int, ...]] = [tuple(sorted(found)) for found in before]
         self.after: list[list[int]] = [[] for _ in self.steps]
@@ -133,9 +128,9 @@ class Problem:
                 self.after[first].append(at)
         self.is_fence = [is_fence(graph.ops[pos]) for pos in self.steps]
         # storages without bytes play no part
-        self.makes = [tuple(id for id in prices.makes[pos] if self.sizes[id]) for pos in self.steps]
-        self.uses = [tuple(id for id in prices.uses[pos] if self.sizes[id]) for pos in self.steps]
-        self.made_bytes = [sum(self.sizes[id] for id in makes) for makes in self.makes]
+        self.makes = [tuple([id for id in prices.makes[pos] if self.sizes[id]]) for pos in self.steps]
+        self.uses = [tuple([id for id in prices.uses[pos] if self.sizes[id]]) for pos in self.steps]
+        self.made_bytes = [prices.made_bytes[pos] for pos in self.steps]
         self.temporary_bytes = [prices.temporary_bytes[pos] for pos in self.steps]
 
     def __len__(self) -> int:
@@ -150,11 +145,55 @@ class Problem:
                 users[id].append(at)
         return users
 
+    @cached_property
+    def rules(self) -> tuple[list[int], list[int]]:
+        """Of each pair of steps whose order must stay, the first and the second."""
+        return [first for found in self.before for first in found], [
+            at for at, found in enumerate(self.before) for _ in found
+        ]
+
+    def keeps_rules(self, order: Order) -> bool:
+        """True where ``order`` is one of the legal ones."""
+        index = [0] * len(order)
+        for at, step in enumerate(order):
+            index[step] = at
+        firsts, thens = (map(index.__getitem__, steps) for steps in self.rules)
+        return all(map(lt, firsts, thens))
+
+    @cached_property
+    def ordered(self) -> list[Tried]:
+        """The trace's own order, and what each of `ORDERINGS` gives."""
+        found = [("as it is", list(range(len(self)))), *((name, find(self)) for name, find in ORDERINGS.items())]
+        return [(name, order, self.peak_of(order)) for name, order in found]
+
+    @cached_property
+    def tried(self) -> tuple[list[Tried], bool]:
+        """Every order that was tried, the trace's own first, and whether one of them is proven to be the best."""
+        as_it_is = list(range(len(self)))
+        peak, floor = self.peak_of(as_it_is), self.prices.lower_bound
+        if peak <= floor:
+            return [("as it is", as_it_is, peak)], True
+        name, order, peak = _least(self.ordered)
+        found, is_optimal = _search(self, order, peak, floor, SEARCH_VISITS)
+        if found is None:
+            return self.ordered, is_optimal
+        return [*self.ordered, (f"search from {name}", found, self.peak_of(found))], is_optimal
+
+    @cached_property
+    def best_peak(self) -> int:
+        """Bytes, in the best order that was tried."""
+        return _least(self.tried[0])[2]
+
     def live_of(self, order: Order) -> list[int]:
         return self.prices.live_of([self.steps[at] for at in order])
 
     def peak_of(self, order: Order) -> int:
         return self.prices.peak_of([self.steps[at] for at in order])
+
+
+def _least(tried: Sequence[Tried]) -> Tried:
+    """The one with the smallest peak; the first of equals."""
+    return min(tried, key=lambda item: item[2])
 
 
 # ---------------------------------------------------------------- orderings
@@ -168,12 +207,11 @@ def held_back(problem: Problem) -> Order:
     is_done = [False] * len(problem)
     growth = [0] * len(problem)  # of an op together with the ops held back that it needs
     for at in range(len(problem)):
-        made = sum(sizes[id] for id in problem.makes[at] if kept[id] or last[id] != at)
-        freed = sum(
-            sizes[id] for id in problem.uses[at] if last[id] == at and not kept[id] and id not in problem.makes[at]
-        )
-        growth[at] = made - freed + sum(growth[first] for first in problem.before[at] if not is_done[first])
-        is_needed_later = any(not problem.is_fence[then] for then in problem.after[at])
+        makes = problem.makes[at]
+        made = sum([sizes[id] for id in makes if kept[id] or last[id] != at])
+        freed = sum([sizes[id] for id in problem.uses[at] if last[id] == at and not kept[id] and id not in makes])
+        growth[at] = made - freed + sum([growth[first] for first in problem.before[at] if not is_done[first]])
+        is_needed_later = not all(problem.is_fence[then] for then in problem.after[at])
         if growth[at] <= 0 or problem.is_fence[at] or not is_needed_later:
             _run_with_needs(at, problem.before, is_done, order)
     return order
@@ -224,7 +262,7 @@ def least_growth(problem: Problem) -> Order:
     rest = [sum(users) for users in problem.users]  # the one user that is left, once it is one
 
     def growth(at: int) -> int:
-        return problem.made_bytes[at] - sum(sizes[id] for id in uses[at] if left[id] == 1 and not kept[id])
+        return problem.made_bytes[at] - sum([sizes[id] for id in uses[at] if left[id] == 1 and not kept[id]])
 
     ready = _Ready(problem.before, problem.after, growth)
     for at in ready:
@@ -243,8 +281,8 @@ def least_growth_from_the_end(problem: Problem) -> Order:
 
     def growth(at: int) -> int:
         makes = problem.makes[at]
-        needed = sum(sizes[id] for id in uses[at] if not is_alive[id] and id not in makes)
-        return needed - sum(sizes[id] for id in makes if is_alive[id])
+        needed = sum([sizes[id] for id in uses[at] if not is_alive[id] and id not in makes])
+        return needed - sum([sizes[id] for id in makes if is_alive[id]])
 
     ready = _Ready(problem.after, problem.before, growth, late_first=True)
     for at in ready:
@@ -311,8 +349,7 @@ ORDERINGS: dict[str, Callable[[Problem], Order]] = {
 
 def quick_order(problem: Problem) -> Order:
     """An order that is nearly as good as `schedule`'s, for prices of what-ifs: a short search, and no move is taken back."""
-    orders = [list(range(len(problem))), *(find(problem) for find in ORDERINGS.values())]
-    peak, order = min(((problem.peak_of(order), order) for order in orders), key=lambda item: item[0])
+    _, order, peak = _least(problem.ordered)
     found, _ = _search(problem, order, peak, problem.prices.start_bytes, QUICK_VISITS)
     return order if found is None else found
 
@@ -554,6 +591,9 @@ def _with_back(problem: Problem, order: Order, anchors: Sequence[tuple[int, int]
     keys = list(anchors)
     for step in back:
         keys[step] = (step, keys[step][1])
+    as_wanted = sorted(range(len(keys)), key=keys.__getitem__)
+    if problem.keeps_rules(as_wanted):
+        return as_wanted
     waiting = [len(found) for found in problem.before]
     heap = [(*keys[step], step) for step, count in enumerate(waiting) if not count]
     heapq.heapify(heap)

@@ -39,7 +39,7 @@ from functools import cached_property
 from thunder_fusionfix.alias import Aliases, inside_of, rearranged
 from thunder_fusionfix.effects import Kind, effect_of, is_layout, short_name
 from thunder_fusionfix.layout import Strides, Viewed, row_major, source_of
-from thunder_fusionfix.model import Graph, Op, Value
+from thunder_fusionfix.model import Graph, Op, Value, kept_with_op
 
 # composites that reduce, by short name
 _REDUCING = frozenset({"nv_cross_entropy_fwd", "cross_entropy", "softmax", "log_softmax", "layer_norm", "rms_norm"})
@@ -76,17 +76,19 @@ def temporaries_of(op: Op, values: Mapping[str, Value], strides: Mapping[str, St
     """What the region ``op`` writes besides its outputs; ``strides`` are those of its inputs."""
     if not op.id.startswith("nvFusion"):
         return NOTHING
-    boundaries = _boundaries(op, values)
+    return _temporaries(op, tuple(map(values.get, op.names)))
+
+
+@kept_with_op
+def _temporaries(op: Op, named: tuple[Value | None, ...]) -> Temporaries:
+    """`temporaries_of` a region of nvFuser's; ``named`` are the values of ``op.names``."""
+    boundaries = _Cuts(op, {value.name: value for value in named if value is not None}).run()
     best: tuple[Boundary, ...] = ()
     for segment in sorted({boundary.start for boundary in boundaries}):
         alive = tuple(b for b in boundaries if b.start <= segment < b.end)
         if sum(b.nbytes for b in alive) > sum(b.nbytes for b in best):
             best = alive
     return Temporaries(boundaries, tuple((b.name, b.nbytes) for b in best))
-
-
-def _boundaries(region: Op, values: Mapping[str, Value]) -> tuple[Boundary, ...]:
-    return _Cuts(region, values).run()
 
 
 @dataclass

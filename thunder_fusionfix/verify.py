@@ -32,15 +32,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from thunder_fusionfix.alias import Aliases, aliases
 from thunder_fusionfix.effects import effect_of, is_layout, short_name
 from thunder_fusionfix.errors import VerifyError
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Arg, Graph, Op, Ref, Struct, Value
+from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Arg, Graph, Op, Ref, Struct, Value, kept_with_op
 from thunder_fusionfix.normal_form import Epoch, Forms, GraphForm, Observation, has_effect
 from thunder_fusionfix.unparse import arg_text, op_lines, type_text
 
@@ -95,15 +95,21 @@ class Pair:
     before: Graph
     after: Graph
     allow: Allow
+    forms: Forms = field(default_factory=Forms)  # one table for the expressions of both traces
 
     @cached_property
     def new_id(self) -> Mapping[str, str]:
         return dict(self.allow.may_replace)
 
     @cached_property
-    def forms(self) -> Forms:
-        """One table for the expressions of both traces."""
-        return Forms()
+    def changed_ops(self) -> tuple[list[Placed], list[Placed]]:
+        """The ops before and after; without those that both traces hold once, as one object, which are what they were."""
+        before, after = (Counter(map(id, graph.ops)) for graph in (self.before, self.after))
+        same = {number for number, times in before.items() if times == after[number] == 1}
+        old, new = (
+            [(pos, op) for pos, op in enumerate(graph.ops) if id(op) not in same] for graph in (self.before, self.after)
+        )
+        return old, new
 
 
 def check_graph(graph: Graph, rules: Sequence[Rule] | None = None) -> None:
@@ -121,7 +127,13 @@ def check_graph(graph: Graph, rules: Sequence[Rule] | None = None) -> None:
             raise _error(rule, fault, graph)
 
 
-def verify(before: Graph, after: Graph, allow: Allow = Allow(), rules: Sequence[Rule] | None = None) -> None:
+def verify(
+    before: Graph,
+    after: Graph,
+    allow: Allow = Allow(),
+    rules: Sequence[Rule] | None = None,
+    forms: Forms | None = None,
+) -> None:
     """Returns nothing where ``after`` is sound and computes what ``before`` does, apart from what ``allow`` permits.
 
     Args:
@@ -129,13 +141,14 @@ def verify(before: Graph, after: Graph, allow: Allow = Allow(), rules: Sequence[
         after: the Graph of the trace that it made, read anew.
         allow: what the pass admits to have changed.
         rules: those to ask; None for all of `RULES`.
+        forms: the table of an earlier `verify`, which saves the work on ops that it has seen, the same objects; None for a new one.
 
     Raises:
         VerifyError: a rule is broken. The caller keeps the trace that it had.
     """
     asked = RULES if rules is None else rules
     check_graph(after, [rule for rule in GRAPH_RULES if rule in asked])
-    pair = Pair(before, after, allow)
+    pair = Pair(before, after, allow, forms if forms is not None else Forms())
     for rule in PAIR_RULES:
         if rule in asked:
             for fault in rule.find(pair):
@@ -156,20 +169,24 @@ def _uses_undefined(graph: Graph) -> Iterator[Fault]:
         defined.update(op.outputs)
 
 
-def _undefined_inside(op: Op) -> Iterator[tuple[str, str]]:
+@kept_with_op
+def _undefined_inside(op: Op) -> tuple[tuple[str, str], ...]:
     """What the sub-ops of ``op`` use although neither an input nor an earlier sub-op gives it."""
     if not op.subops:
-        return
+        return ()
+    found: list[tuple[str, str]] = []
     defined = set(op.inputs)
     for subop in op.subops:
         for name in subop.inputs:
             if name not in defined:
-                yield f"inside {op.id}, {subop.id} uses {name}, which is neither an input nor computed before", name
-        yield from _undefined_inside(subop)
+                text = f"inside {op.id}, {subop.id} uses {name}, which is neither an input nor computed before"
+                found.append((text, name))
+        found += _undefined_inside(subop)
         defined.update(subop.outputs)
-    for name in op.outputs:
-        if name not in defined:
-            yield f"{op.id} gives {name}, but nothing inside computes it", name
+    found += [
+        (f"{op.id} gives {name}, but nothing inside computes it", name) for name in op.outputs if name not in defined
+    ]
+    return tuple(found)
 
 
 def _uses_deleted(graph: Graph) -> Iterator[Fault]:
@@ -190,30 +207,37 @@ def _defines_twice(graph: Graph) -> Iterator[Fault]:
         for name in op.outputs:
             if name in defined and name not in op.inputs:  # an op that gives back its input defines nothing
                 yield Fault(pos, f"{name} is given a second time", (name,))
-        inside: set[str] = set()
-        for subop in op.subops:
-            for name in subop.outputs:
-                if name in inside and name not in subop.inputs:
-                    yield Fault(pos, f"inside {op.id}, {name} is given a second time", (name,))
-            inside.update(subop.outputs)
+        for name in _defined_twice_inside(op):
+            yield Fault(pos, f"inside {op.id}, {name} is given a second time", (name,))
         defined.update(op.outputs)
+
+
+@kept_with_op
+def _defined_twice_inside(op: Op) -> tuple[str, ...]:
+    found: list[str] = []
+    inside: set[str] = set()
+    for subop in op.subops:
+        found += [name for name in subop.outputs if name in inside and name not in subop.inputs]
+        inside.update(subop.outputs)
+    return tuple(found)
 
 
 def _shares_region_names(graph: Graph) -> Iterator[Fault]:
     first: dict[str, int] = {}
     for pos, op in enumerate(graph.ops):
-        for region in _regions(op):
+        for region in _regions_in(op):
             if region.id in first:
                 yield Fault(pos, f"{region.id} is also the region at {first[region.id]}: both names would run one code")
             first.setdefault(region.id, pos)
 
 
-def _regions(op: Op) -> Iterator[Op]:
+@kept_with_op
+def _regions_in(op: Op) -> tuple[Op, ...]:
     """``op`` where it is a region, and the regions in it: a CUDAGraph region holds those that it replays."""
-    if op.is_fusion:
-        yield op
-    for subop in op.subops:
-        yield from _regions(subop)
+    if not op.subops:
+        return (op,) if op.is_fusion else ()
+    inside = (region for subop in op.subops for region in _regions_in(subop))
+    return (op, *inside) if op.is_fusion else tuple(inside)
 
 
 def _returns_wrongly(graph: Graph) -> Iterator[Fault]:
@@ -259,7 +283,7 @@ def _changes_unpacking(pair: Pair) -> Iterator[Fault]:
 def _changes_metadata(pair: Pair) -> Iterator[Fault]:
     for name, old in pair.before.values.items():
         new = pair.after.values.get(name)
-        if new is not None and _metadata(old) != _metadata(new):
+        if new is not None and new is not old and _metadata(old) != _metadata(new):
             pos = pair.after.producer.get(name, 0)
             yield Fault(pos, f"{name} was {describe(old)} and is {describe(new)}", (name,))
 
@@ -304,9 +328,13 @@ def _reorders_effects(pair: Pair) -> Iterator[Fault]:
 def _effects(graph: Graph) -> Iterator[Placed]:
     """Ops that do more than compute their outputs, or are not known; those inside regions stand at the region."""
     for pos, op in enumerate(graph.ops):
-        for part in op.subops if op.is_fusion and op.subops else (op,):
-            if has_effect(part):
-                yield pos, part
+        for part in _effects_in(op):
+            yield pos, part
+
+
+@kept_with_op
+def _effects_in(op: Op) -> tuple[Op, ...]:
+    return tuple(part for part in (op.subops if op.is_fusion and op.subops else (op,)) if has_effect(part))
 
 
 def _changes_reads(pair: Pair) -> Iterator[Fault]:
@@ -318,8 +346,7 @@ def _changes_reads(pair: Pair) -> Iterator[Fault]:
     if not any(True for graph in (pair.before, pair.after) for _ in _effects(graph)):
         return  # nothing writes; the storages need not be worked out
     memory = [aliases(graph) for graph in (pair.before, pair.after)]
-    written = [any(access.writes for group in found.accesses.values() for access in group) for found in memory]
-    if not any(written):
+    if not any(found.written_groups for found in memory):
         return
     before, after = (
         pair.forms.of(graph, new_id=pair.new_id, epoch=_epochs(found))
@@ -332,8 +359,8 @@ def _changes_reads(pair: Pair) -> Iterator[Fault]:
 
 def _epochs(found: Aliases) -> Epoch:
     writes = {
-        group: sorted({access.pos for access in accesses if access.writes})
-        for group, accesses in found.accesses.items()
+        group: sorted({access.pos for access in found.accesses[group] if access.writes})
+        for group in found.written_groups
     }
 
     def epoch(pos: int, name: str) -> int | None:
@@ -346,15 +373,20 @@ def _epochs(found: Aliases) -> Epoch:
 def _changes_ops(pair: Pair) -> Iterator[Fault]:
     """Ops that appear, vanish or change their place although nothing allows it."""
     allow = pair.allow
-    before, after = list(_compared(pair.before, allow)), list(_compared(pair.after, allow))
     if not (allow.may_reorder or allow.may_split_regions or allow.may_rewrite_regions):
+        before, after = (list(_compared(enumerate(graph.ops), allow)) for graph in (pair.before, pair.after))
         yield from _first_difference(before, after, lambda op: _line(op, pair.new_id))
         return
     key = _role if allow.may_rewrite_regions else _line
-    old, new = _grouped(before, key, pair.new_id), _grouped(after, key, pair.new_id)
+    old, new = (_grouped(_compared(ops, allow), key, pair.new_id) for ops in pair.changed_ops)
+    known = _grouped(_compared(enumerate(pair.before.ops), allow), key, pair.new_id) if allow.may_clone else old
     for name in new:
         num_more = len(new[name]) - len(old.get(name, ()))
-        clones = [_is_admitted_new(op, allow) or (name in old and _is_admitted_clone(op, allow)) for _, op in new[name]]
+        if num_more <= 0:
+            continue
+        clones = [
+            _is_admitted_new(op, allow) or (name in known and _is_admitted_clone(op, allow)) for _, op in new[name]
+        ]
         others = [placed for placed, is_clone in zip(new[name], clones) if not is_clone]
         others.sort(key=lambda placed: any(output in pair.before.values for output in placed[1].outputs))
         for pos, op in others[: max(0, num_more - sum(clones))]:
@@ -370,10 +402,10 @@ def _changes_ops(pair: Pair) -> Iterator[Fault]:
         )
 
 
-def _compared(graph: Graph, allow: Allow) -> Iterator[Placed]:
-    """The ops that must be the same before and after: all but what ``allow`` names and what other rules compare."""
+def _compared(ops: Iterable[Placed], allow: Allow) -> Iterator[Placed]:
+    """Of some ops those that must be the same before and after: all but what ``allow`` names and what other rules compare."""
     may_open = allow.may_split_regions or allow.may_rewrite_regions
-    for pos, op in enumerate(graph.ops):
+    for pos, op in ops:
         if op.id in _STATEMENTS:
             continue
         for part in _needed_subops(op) if op.is_fusion and may_open and not has_effect(op) else (op,):
@@ -382,14 +414,15 @@ def _compared(graph: Graph, allow: Allow) -> Iterator[Placed]:
                 yield pos, part
 
 
-def _needed_subops(region: Op) -> list[Op]:
+@kept_with_op
+def _needed_subops(region: Op) -> tuple[Op, ...]:
     """The sub-ops that the outputs of a region without effects depend on, in order."""
     wanted, kept = set(region.outputs), []
     for subop in reversed(region.subops):
         if wanted.intersection(subop.outputs):
             wanted.update(subop.inputs)
             kept.append(subop)
-    return kept[::-1]
+    return tuple(kept[::-1])
 
 
 def _in_place(graph: Graph, allow: Allow) -> Iterator[Placed]:
@@ -400,6 +433,7 @@ def _in_place(graph: Graph, allow: Allow) -> Iterator[Placed]:
             yield pos, op
 
 
+@kept_with_op
 def _is_plumbing(op: Op) -> bool:
     """Layouts, casts and pads: what moves between regions and torch when layouts leave."""
     names = ("convert_element_type", "pad")
@@ -412,7 +446,7 @@ def _role(op: Op, new_id: Mapping[str, str]) -> str:
 
 
 def _grouped(
-    placed: Sequence[Placed], key: Callable[[Op, Mapping[str, str]], str], new_id: Mapping[str, str]
+    placed: Iterable[Placed], key: Callable[[Op, Mapping[str, str]], str], new_id: Mapping[str, str]
 ) -> dict[str, list[Placed]]:
     groups: dict[str, list[Placed]] = {}
     for pos, op in placed:
@@ -483,7 +517,7 @@ def _metadata(value: Value) -> tuple[Any, ...]:
 def _first_difference(before: Sequence[Placed], after: Sequence[Placed], key: Callable[[Op], str]) -> Iterator[Fault]:
     """The first place where two sequences of ops differ by ``key``."""
     for (_, old), (pos, new) in zip(before, after):
-        if key(old) != key(new):
+        if old is not new and key(old) != key(new):
             yield Fault(pos, f"{key(new)} stands where {key(old)} stood", (*new.inputs, *new.outputs))
             return
     if len(before) > len(after):
@@ -559,6 +593,15 @@ def shorten(line: str, width: int = 160) -> str:
 
 def _line(op: Op, new_id: Mapping[str, str]) -> str:
     """All of ``op`` on one line, sub-ops included."""
+    return _spelled(op, new_id) if new_id else _own_line(op)
+
+
+@kept_with_op
+def _own_line(op: Op) -> str:
+    return _spelled(op, {})
+
+
+def _spelled(op: Op, new_id: Mapping[str, str]) -> str:
     args = [*(_text(arg) for arg in op.args), *(f"{name}={_text(arg)}" for name, arg in op.kwargs)]
     inside = f" {{{'; '.join(_line(subop, new_id) for subop in op.subops)}}}" if op.subops else ""
     return f"{_place(op, new_id)}({', '.join(args)}){inside}"

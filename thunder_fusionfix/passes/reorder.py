@@ -32,7 +32,7 @@ from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Plan
 from thunder_fusionfix.pins import edges, given_twice
-from thunder_fusionfix.schedule import Schedule, schedule
+from thunder_fusionfix.schedule import Schedule, best_order
 from thunder_fusionfix.simulate import Prices
 
 NAME = "reorder"
@@ -51,7 +51,7 @@ def plan_reorder(facts: Facts, fuel: int | None = None) -> Plan:
         reason = f"the trace gives {repeated[0]} twice: which of the two an op takes is then a matter of order"
         return Plan(decisions=(Decision(NAME, 0, facts.graph.name, "the order stays", reason, False),))
     prices = facts.prices
-    found = schedule(facts.graph, prices, fuel)
+    found = facts.schedule if fuel is None else best_order(facts.problem, fuel)
     left = tuple(_what_stays(prices, found))
     if not found.moved:
         return Plan(decisions=(_nothing_to_win(prices, found), *left))

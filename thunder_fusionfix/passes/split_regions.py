@@ -43,7 +43,7 @@ from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Decision, Graph, Op, Part, Plan, RegionEdit
 from thunder_fusionfix.normal_form import has_effect
 from thunder_fusionfix.pins import given_twice
-from thunder_fusionfix.schedule import Order, Problem, quick_order, schedule, settle
+from thunder_fusionfix.schedule import Order, Problem, quick_order, settle
 from thunder_fusionfix.simulate import Prices
 
 NAME = "split_regions"
@@ -55,7 +55,9 @@ ROUNDS = 8  # times that the peak is looked at anew after cuts, for each of the 
 WHAT_IF_OPS = 12_000  # and not more often than this many ops allow: one look at 10,000 ops takes about a second
 FRUITLESS_ROUNDS = 2  # of them in a row that do not lower it: two regions may have to be cut before it falls
 EXPLAINED = 5  # regions whose staying whole gets a reason
-JOIN_VISITS = 400_000  # orders that are priced to join pieces, times the length of the trace; about a second
+JOIN_VISITS = (
+    100_000  # orders that are priced to join pieces, times the length of the trace; about a quarter of a second
+)
 
 Pieces = tuple[tuple[str, ...], ...]  # the outputs that each piece of one region gives
 
@@ -240,7 +242,7 @@ class Cut:
 
     @cached_property
     def graph(self) -> Graph:
-        return apply_to_graph(self.facts.graph, Plan(regions=self.edits))
+        return apply_to_graph(self.facts.graph, Plan(regions=self.edits), deletes=False)
 
     @cached_property
     def prices(self) -> Prices:
@@ -248,7 +250,7 @@ class Cut:
 
     @cached_property
     def problem(self) -> Problem:
-        return Problem(self.prices)
+        return Problem(self.prices) if self.pieces else self.facts.problem
 
     @cached_property
     def order(self) -> Order:
@@ -264,7 +266,9 @@ class Cut:
     @cached_property
     def best_peak(self) -> int:
         """Bytes, in the order that `reorder` will find."""
-        return schedule(self.graph, self.prices).peak_bytes if self.facts.config.reorder else self.peak
+        if not self.facts.config.reorder:
+            return self.peak
+        return self.problem.best_peak
 
     @property
     def num_launches(self) -> int:
@@ -303,10 +307,11 @@ class Cut:
         for id, users in enumerate(problem.users):
             if not users or not problem.sizes[id]:
                 continue
-            at = sorted(index[step] for step in users)
-            first = -1 if self.prices.is_outside[id] else at[0]
-            if not first <= peak_at <= at[-1]:
+            at = [index[step] for step in users]
+            if max(at) < peak_at or min(at) > peak_at and not self.prices.is_outside[id]:
                 continue
+            at.sort()
+            first = -1 if self.prices.is_outside[id] else at[0]
             makes_early = first >= 0 and (len(at) < 2 or at[1] > peak_at or at[0] == peak_at)
             takes_late = at[-1] >= peak_at and not self.prices.is_kept[id]
             for is_held, where in ((makes_early, at[0]), (takes_late, at[-1])):

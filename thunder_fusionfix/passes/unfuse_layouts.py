@@ -478,7 +478,7 @@ class _Rewrite:
             if base in self.written or name in self.written:
                 self._refuse(name, "it is changed in place by this trace")
                 continue
-            if name in self._taken_inside():
+            if self._is_taken_inside(name):
                 self._refuse(name, "the region computes with it and gives it too")
                 continue
             reason, won, ok = self._sink_pays(name, base, inner, outer)
@@ -498,6 +498,11 @@ class _Rewrite:
             self._decide(f"sunk {_spell_steps(outer)}{past} ({name})", reason, True, won)
         for result, outer, name in reversed(sunk):
             self._place_steps(result, outer, name, self.pos + 1)
+
+    def _is_taken_inside(self, name: str) -> bool:
+        """True where the region, as it is now, takes ``name``; looks at the whole only where something may take it."""
+        has_users = name in self.users or any(name in _inputs(op) for ops in self.given.values() for op in ops)
+        return has_users and name in self._taken_inside()
 
     def _taken_inside(self) -> set[str]:
         """Names that the region, as it is now, takes."""
