@@ -21,8 +21,8 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thunder_fusionfix._thunder import FusionExecutor, TraceCtx, untested_versions, warn_untested_versions
@@ -37,7 +37,7 @@ from thunder_fusionfix.passes import claim_layouts, recompute_cheap
 from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
 from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
 from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, Level, plan_recompute_cheap
-from thunder_fusionfix.read import read
+from thunder_fusionfix.read import Reader
 from thunder_fusionfix.simulate import simulate
 from thunder_fusionfix.verify import PAIR_RULES, Allow, verify
 
@@ -54,6 +54,7 @@ class Entry:
     later: tuple[FusionExecutor, ...]  # fusion executors that see the trace after us, in order
     after: Callable[[Any, Any], Any]  # the symbol of an `Anchor`
     fuel: int | None = None  # rewrites that may yet be made
+    reader: Reader = field(default_factory=Reader)  # of all traces of this compile
 
 
 def fix_joint(trace: TraceCtx, entry: Entry) -> tuple[TraceCtx, JointReport]:
@@ -78,9 +79,9 @@ def fix_joint(trace: TraceCtx, entry: Entry) -> tuple[TraceCtx, JointReport]:
 
 
 def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, JointReport]:
-    graph = read(trace)
+    graph = entry.reader.read(trace)
     dry_started = time.perf_counter()
-    facts = JointFacts(graph, *_dry_run(trace, graph, entry.later))
+    facts = JointFacts(graph, *_dry_run(trace, graph, entry))
     dry_run_seconds = time.perf_counter() - dry_started
 
     limit = entry.config.memory_budget_bytes if graph.stage == "joint" else None
@@ -160,7 +161,7 @@ class _Trials:
         edits = replace(plan, decisions=())
         if edits not in self.known:
             done = _attempt(self.trace, self.facts, self.entry, plan)
-            fused = done.fused or _dry_run(done.trace, read(done.trace), self.entry.later)[0]
+            fused = done.fused or _dry_run(done.trace, self.entry.reader.read(done.trace), self.entry)[0]
             self.known[edits] = replace(done, fused=fused), simulate(executed(fused))
         return _Tried(level, *self.known[edits])
 
@@ -217,18 +218,18 @@ def _told(budget: Budget, timeline: Timeline, facts: JointFacts) -> Decision:
 # ---------------------------------------------------------------- plans
 
 
-def _dry_run(trace: TraceCtx, graph: Graph, later: Sequence[FusionExecutor]) -> tuple[Graph, frozenset]:
+def _dry_run(trace: TraceCtx, graph: Graph, entry: Entry) -> tuple[Graph, frozenset]:
     """The Graph that the later executors would make of ``trace``, and the sites that one of them would take."""
-    if not later:
+    if not entry.later:
         return graph, frozenset()
-    fusible = fusible_sites(trace, lambda bsym: any(executor.can_fuse(bsym) for executor in later))
+    fusible = fusible_sites(trace, lambda bsym: any(executor.can_fuse(bsym) for executor in entry.later))
     fused = copied(trace)
-    for executor in later:
+    for executor in entry.later:
         fuel = getattr(executor, "_optimization_fuel", None)  # nvFuser's: a dry run burns none
         fused = executor.fusion_pass(fused)
         if fuel is not None:
             executor._optimization_fuel = fuel
-    return read(fused), fusible
+    return entry.reader.read(fused), fusible
 
 
 def _plan(facts: JointFacts, entry: Entry, level: Level, share: float = 1.0) -> JointPlan:
@@ -270,7 +271,7 @@ def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry) -> tuple[str 
 
     Beside it what a dry run made of the new trace, where one was needed.
     """
-    new = read(new_trace)
+    new = entry.reader.read(new_trace)
     try:
         if entry.config.verify:
             verify(facts.joint, new, _allowed(facts.joint, new, entry.config))
@@ -283,7 +284,7 @@ def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry) -> tuple[str 
         return f"{type(error).__name__}: {error}", None
     if not (_writes(facts) and entry.later):
         return None, None
-    fused = _dry_run(new_trace, new, entry.later)[0]
+    fused = _dry_run(new_trace, new, entry)[0]
     return _misread_memory(facts, fused, entry.config), fused
 
 
