@@ -9,12 +9,15 @@ import pytest
 import thunder
 import torch
 from cpu_nvfuser import calls, nvfuser_on_cpu
+from thunder.core.trace import from_trace
 from thunder.core.transform_common import Transform
+from thunder.core.transforms import TraceTag
+from thunder.executors.passes import del_last_used
 
 from thunder_fusionfix.edit import apply_plan
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.model import CLEAR, DEL, Const, Graph, NewOp, Part, Placed, Plan, Ref, RegionEdit, Repeat
-from thunder_fusionfix.read import read
+from thunder_fusionfix.read import Reader, read
 from thunder_fusionfix.verify import Allow, check_graph, verify
 
 pytestmark = pytest.mark.nvfuser
@@ -90,6 +93,34 @@ def test_edit_leaves_the_given_trace_as_it_was():
     assert all(one is other for one, other in zip(given.bound_symbols, seen["bsyms"], strict=True))
     for bsym, (args, output, subsymbols) in zip(given.bound_symbols, seen["parts"], strict=True):
         assert bsym.args is args and bsym.output is output and bsym.subsymbols is subsymbols
+
+
+def test_reader_gives_an_edited_trace_as_if_it_read_it_anew():
+    """What was read before is not read again, and the Graph is the one of a new reading."""
+    hook = edited(lambda x, y: (chain(x) @ y).exp(), [torch.randn(3, 4), torch.randn(4, 5)], split_all)
+    reader = Reader()
+    before, after = reader.read(hook.given), reader.read(hook.made)
+    assert after == read(hook.made) and before == read(hook.given)
+    kept = {id(part) for op in before.ops for part in op.leaves} & {id(part) for op in after.ops for part in op.leaves}
+    assert len(kept) >= len(before.ops) // 2
+    assert reader.proxies(hook.made).keys() == after.values.keys()
+
+
+def test_deletes_are_those_of_thunder():
+    """Thunder's own pass, asked to place the ``del``s of an edited trace, places the same."""
+
+    def step(x, y):
+        return (chain(x) @ y).exp().sum()
+
+    hook = Edit(split_all)
+    with nvfuser_on_cpu():
+        x, y = torch.randn(3, 4, requires_grad=True), torch.randn(4, 5, requires_grad=True)
+        thunder.jit(step, executors=("nvfuser",), transforms=[hook])(x, y).backward()
+    assert hook.made is not hook.given and TraceTag.BACKWARD in hook.made.tags
+    bare = from_trace(hook.made)
+    bare.bound_symbols = [bsym for bsym in hook.made.bound_symbols if bsym.sym.name != CLEAR]
+    theirs = del_last_used(bare, clear_mutable_collections=True)
+    assert [str(bsym) for bsym in hook.made.bound_symbols] == [str(bsym) for bsym in theirs.bound_symbols]
 
 
 def test_empty_plan_gives_the_same_object():

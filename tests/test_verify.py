@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from mutants import (
@@ -25,6 +26,8 @@ from strategies import random_graph
 
 from thunder_fusionfix.errors import VerifyError
 from thunder_fusionfix.execute import compare
+from thunder_fusionfix.model import Graph, Op
+from thunder_fusionfix.normal_form import Forms
 from thunder_fusionfix.parse import parse
 from thunder_fusionfix.verify import GRAPH_RULES, PAIR_RULES, RULES, Allow, check_graph, verify
 
@@ -64,6 +67,50 @@ def test_verify_wrong_value_is_wrong_when_run(mutant: Mutant) -> None:
     result = compare(mutant.before, mutant.after, exact=True)
     takes_part = result.skipped is None and mutant.before_text != EFFECTS  # effects are not run
     assert result.differing or not takes_part
+
+
+def with_shared_ops(before: Graph, after: Graph) -> Graph:
+    """``after`` with the very objects of ``before`` where ops or sub-ops are equal, as `Reader` gives them."""
+    known = {part: part for op in before.ops for part in (op, *op.subops)}
+
+    def shared(op: Op) -> Op:
+        return known.get(op) or replace(op, subops=tuple(map(shared, op.subops)))
+
+    return replace(after, ops=tuple(map(shared, after.ops)))
+
+
+@pytest.mark.parametrize("mutant", BROKEN, ids=lambda mutant: mutant.name)
+def test_verify_broken_trace_caught_where_the_rest_is_known(mutant: Mutant) -> None:
+    """What a pass left alone, and what an earlier check worked out, hides no fault."""
+    forms = Forms()
+    after = with_shared_ops(mutant.before, mutant.after)
+    verify(mutant.before, mutant.before, mutant.allow, PAIR_RULES, forms)
+    for _ in range(2):
+        with pytest.raises(VerifyError, match=f"rule {mutant.rule} broken"):
+            verify(mutant.before, after, mutant.allow, forms=forms)
+
+
+@pytest.mark.parametrize("pair", LEGAL, ids=lambda pair: pair.name)
+def test_verify_legal_rewrite_accepted_where_the_rest_is_known(pair: Pair) -> None:
+    """A table that knows the trace before, and ops that both traces share, change no verdict."""
+    forms = Forms()
+    verify(pair.before, pair.before, pair.allow, PAIR_RULES, forms)
+    verify(pair.before, with_shared_ops(pair.before, pair.after), pair.allow, forms=forms)
+
+
+def test_verify_same_op_over_another_value_is_worked_out_anew() -> None:
+    """An op that both traces share is no known value where a name in it means another type."""
+    text = """
+def computation(x):
+  # x: "cpu f32[2, 3]"
+  y = prims.reshape(x, (3, 2))  # y: "cpu f32[3, 2]"
+  z = prims.convert_element_type(y, dtypes.float32)  # z: "cpu f32[3, 2]"
+  return z
+"""
+    before, forms = parse(text), Forms()
+    after = replace(before, values={**before.values, "z": replace(before.values["z"], dtype="f64")})
+    first, second = forms.of(before), forms.of(after)
+    assert first.values["y"] == second.values["y"] and first.values["z"] != second.values["z"]
 
 
 def test_every_rule_has_a_broken_trace() -> None:
