@@ -353,14 +353,16 @@ def _cut_finely(start: Cut, recompute: bool, looks: int, seen: set[tuple[RegionE
 
 
 def _joined(cut: Cut) -> Cut:
-    """``cut`` with pieces of one region joined where that costs less than the launch that it saves.
+    """``cut`` with pieces of one region joined where that costs less than the launch that it saves; as it is where there are too many.
 
     Works on the order of the pieces: two that are joined run one right after the other. Pieces that have not moved do so.
     """
     problem, peak = cut.problem, cut.peak
+    trials = JOIN_VISITS // max(1, len(problem))
+    if trials < cut.num_launches:
+        return cut
     order = settle(problem, cut.order, peak)
     step_at = {pos: step for step, pos in enumerate(problem.steps)}
-    trials = JOIN_VISITS // max(1, len(problem))
     joined: dict[int, Pieces] = {}
     groups: list[list[int]] = []  # steps that are one launch from now on, of all regions
     for pos, pieces in cut.pieces.items():
