@@ -90,7 +90,8 @@ class Step:
             found = json.loads(file.read_text())
             failed = sum("error" in row for row in found["rows"])
             words = f"{len(found['rows'])} rows" + (f", {failed} of them failed" if failed else "")
-            return found["is_complete"] and found["source"] == source_digest() and not (retry and failed), words
+            useful = len(found["rows"]) > failed and not (retry and failed)
+            return useful and found["is_complete"] and found["source"] == source_digest(), words
         run, options = Run.load(file), Options(self.variants, retry=retry)
         status = {name: run.variants.get(name, {}).get("status", "not measured") for name in self.variants}
         good = sum(value == OK for value in status.values())

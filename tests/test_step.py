@@ -8,6 +8,8 @@ from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.devices import CONTEXT_BYTES, DEVICES, find, fits
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Graph, Op, Ref, Struct, Value
+from thunder_fusionfix.predict import Prediction, step_text
+from thunder_fusionfix.results import Spec
 from thunder_fusionfix.step import StepPart, held_in_a_step, simulate_step
 
 KB = 4096  # bytes of every tensor below: f32[1024]
@@ -210,3 +212,15 @@ def test_held_in_a_step_are_the_outputs_that_were_saved() -> None:
     fore = forward("w x", ops, "h", "w a h", "w x a h")
     back = backward("w a h", "g", [Op("torch.mul", r("a", "h"), Ref("gw"))], ("gw", None), "w a h g gw")
     assert held_in_a_step(back, fore, aliases(fore)).held == {"h"}
+
+
+def test_step_text_tells_shapes_and_leaves_out_what_is_next_to_nothing() -> None:
+    """What is alive at the peak is named with its dtype and shape; what would show as 0 MB is one line with the rest."""
+    large, small = Value("large", (1024, 1024), "f32", "cuda:0"), Value("small", (8,), "f32", "cuda:0")
+    ops = (Op("torch.exp", (Ref("x"),), Ref("large")), Op("torch.sum", (Ref("large"),), Ref("small")))
+    graph = Graph(
+        "f", "inference", ("x",), (*ops, Op(RETURN, (Ref("small"),))), {"large": large, "small": small, "x": small}
+    )
+    parts = (StepPart("f of graph 0", graph, None),)
+    shown = step_text(Spec("m"), Prediction(simulate_step(parts, workspace_bytes=0), parts, (), 0.0), find("h100-80gb"))
+    assert "large: f32[1024, 1024]" in shown and "small:" not in shown and " more" in shown

@@ -21,7 +21,7 @@ from thunder_fusionfix.devices import find as find_device
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.measure import STATE, WAITING, GpuLock, Job, Missing, join_parent, thunder_options
-from thunder_fusionfix.model import Op
+from thunder_fusionfix.model import Op, Value
 from thunder_fusionfix.results import FAILED, MB, OK, SKIPPED, Spec, megabytes
 from thunder_fusionfix.step import StepPart, StepTimeline, simulate_step
 from thunder_fusionfix.variants import find
@@ -166,6 +166,14 @@ def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:
     least = "at least " if step.is_lower_bound else ""
     spare = device.capacity_bytes - CONTEXT_BYTES - step.peak_bytes
     large = [holder for holder in step.holders[:12] if holder.nbytes >= MB / 2]  # largest first
+    values = _values_of(step.peak_phase.name, prediction.parts)
+
+    def shown(name: str) -> str:
+        value = values.get(name)
+        if value is None or value.shape is None:
+            return name
+        return f"{name}: {value.dtype}[{', '.join(map(str, value.shape))}]"
+
     verdict = (
         f"fits, {megabytes(spare)} MB to spare"
         if fits(step.peak_bytes, device)
@@ -181,7 +189,7 @@ def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:
         f"{'saved by the forwards, outputs included':44}{megabytes(step.saved_bytes):>10}",
         "",
         f"{'alive at the peak':44}{'MB':>10}",
-        *(f"{holder.name:44}{megabytes(holder.nbytes):>10}  {holder.producer}" for holder in large),
+        *(f"{shown(holder.name):44}{megabytes(holder.nbytes):>10}  {holder.producer}" for holder in large),
     ]
     rest = step.holders[len(large) :]
     if rest:
@@ -189,6 +197,14 @@ def step_text(spec: Spec, prediction: Prediction, device: Device) -> str:
     if step.unknown:
         lines += ["", f"bytes not known, counted as 0: {', '.join(step.unknown)}"]
     return "\n".join([*lines, *([""] if prediction.notes or step.notes else []), *prediction.notes, *step.notes])
+
+
+def _values_of(phase: str, parts: Sequence[StepPart]) -> Mapping[str, Value]:
+    """The values of the Graph that runs in ``phase``; none for the optimizer."""
+    stage, _, name = phase.partition(" of ")
+    part = next((part for part in parts if part.name == name), None)
+    graph = None if part is None else part.forward if stage == "forward" else part.backward
+    return {} if graph is None else graph.values
 
 
 def _is_call(op: Op) -> bool:
