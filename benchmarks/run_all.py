@@ -254,7 +254,7 @@ def run_batch(
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
                 env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
-                start_new_session=True,
+                preexec_fn=os.setpgrp,  # noqa: PLW1509 -- no thread runs here; its processes end with it, it with our session
             )
         running.append(Running(step, popen, time.monotonic(), given))
     try:
@@ -362,6 +362,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--fresh", action="store_true", help="forget what lies under --out")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what runs is ended, see `run_batch`
     everything = batches()
     names = [step.name for batch in everything for step in batch]
     if unknown := set(args.only or ()) - set(names):

@@ -68,6 +68,27 @@ def test_run_all_a_step_that_fails_or_hangs_stops_no_other(run, tmp_path):
     assert time.monotonic() - start < 40
 
 
+def test_run_all_interrupted_ends_what_it_started(run, tmp_path, monkeypatch):
+    """No step outlives the command, whatever ends it."""
+    pid = tmp_path / "pid"
+    hangs = step("hangs", code=f"import os; open({str(pid)!r}, 'w').write(str(os.getpid())); time.sleep(60)")
+
+    def interrupted(seconds: float) -> None:
+        if pid.exists() and pid.read_text():
+            raise SystemExit(143)
+
+    monkeypatch.setattr(run_all.time, "sleep", interrupted)
+    with pytest.raises(SystemExit):
+        run((hangs,))
+    monkeypatch.undo()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{pid.read_text()}/stat").exists() and time.monotonic() < deadline:
+        if Path(f"/proc/{pid.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    assert time.monotonic() < deadline
+
+
 def test_run_all_again_runs_only_what_has_no_result(run, tmp_path):
     """A second call skips what is done; another source, or an incomplete file, is not done."""
     one, other = step("one", code=WRITE), step("other", code="pass")
