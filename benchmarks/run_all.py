@@ -26,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import programs_table
@@ -315,7 +315,7 @@ def run_all(
 def predict_all(everything: Sequence[Sequence[Step]], say: Callable[[str], None]) -> dict[str, str]:
     """Writes the predictions of all models to `PREDICTIONS`, one after another."""
     ends: dict[str, str] = {}
-    for step in (step for batch in everything for step in batch if step.spec is not None):
+    for step in (replace(step, limit_s=3600) for batch in everything for step in batch if step.spec is not None):
         ends |= run_batch([step], WORK, 3600, say, lambda step, given: step.command(WORK, given, predict=True))
         for shown in (".md", ".png"):  # of measurements, which these files have none of
             results_path(step.spec, PREDICTIONS).with_suffix(shown).unlink(missing_ok=True)
