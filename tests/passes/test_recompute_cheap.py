@@ -23,7 +23,7 @@ from thunder_fusionfix.effects import short_name
 from thunder_fusionfix.executor import fusionfix_ex
 from thunder_fusionfix.joint import opened
 from thunder_fusionfix.joint_pipeline import QUARTER, STEPS
-from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, NAME
+from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, NAME, _Search
 from thunder_fusionfix.read import read
 
 pytestmark = pytest.mark.skipif(nvfuser_version() is None, reason="nvFuser is not installed")
@@ -281,6 +281,57 @@ def test_autocast_gradients_are_as_near_to_float64_as_plain_thunders():
             found.append(run(gated_mlp, copied(args), "dataflow", executors=executors, **OPTIONS))
     plain, ours = ({name: distance(result[name], wide[name]) for name in wide} for result in found)
     assert all(ours[name] <= 2 * plain[name] + 1e-6 for name in wide)
+
+
+def rounded_between(narrow, wide):
+    """A function whose activations are made of a product that is rounded to ``narrow``, and computed with in ``wide``."""
+
+    def fn(x, w, *heads):
+        h = (x @ w).to(narrow)
+        parts = [act(h.to(wide) * 4).to(narrow) for act in (torch.sin, torch.cos, torch.tanh)]
+        return sum(part @ head for part, head in zip(parts, heads))
+
+    return fn
+
+
+@pytest.mark.parametrize("through_rounding", [False, True], ids=["before", "after"])
+def test_rebuild_starts_before_the_rounding_that_the_forward_left_out(through_rounding, monkeypatch):
+    """nvFuser's pass computes with what was not rounded. A rebuild from the rounded value, which is saved, would make gradients
+    that are further from float64 than plain Thunder's; so nothing is made again here."""
+    fn, exact = rounded_between(torch.bfloat16, torch.float32), rounded_between(torch.float64, torch.float64)
+    x, w, *heads = arguments([(64, 16), (16, 32), *[(32, 8)] * 3])
+    args = [x, w, *(head.detach().bfloat16().requires_grad_() for head in heads)]
+    want = run(exact, [arg.detach().double().requires_grad_() for arg in args], None)
+    plain = run(fn, copied(args), "dataflow")
+    if through_rounding:
+        monkeypatch.setattr(_Search, "unrounded", lambda self, op: frozenset())
+    ours = run(fn, copied(args), "dataflow", executors=ENTRY, **OPTIONS)
+    further = times_further(ours, plain, want)
+    assert bool(applied()) == through_rounding
+    assert (further > 3) if through_rounding else (further < 1.1)
+
+
+def test_rebuild_through_a_rounding_takes_both_casts():
+    """Where the value before the rounding can be made, both casts are repeated, so that the pass leaves them out again."""
+
+    def fn(x, y, *heads):
+        h = (x.float() * y.float()).to(torch.bfloat16)
+        parts = [act(h.float() * 4).to(torch.bfloat16) for act in (torch.sin, torch.cos, torch.tanh)]
+        return sum(part @ head for part, head in zip(parts, heads))
+
+    args = [arg.detach().bfloat16().requires_grad_() for arg in arguments([(64, 32), (64, 32), *[(32, 8)] * 3])]
+    wide = [arg.detach().double().requires_grad_() for arg in args]
+    want = run(lambda x, y, a, b, c: (x * y * 4).sin() @ a + (x * y * 4).cos() @ b + (x * y * 4).tanh() @ c, wide, None)
+    plain = run(fn, copied(args), "dataflow")
+    ours = run(fn, copied(args), "dataflow", executors=ENTRY, **OPTIONS)
+    assert len(applied()) >= 3 and all(re.search("made again from (x, y|y, x) ", one.what) for one in applied())
+    assert times_further(ours, plain, want) < 1.1
+
+
+def times_further(ours, plain, want):
+    """How many times further from ``want`` the worst output or gradient is than plain Thunder's."""
+    names = [name for name in want if not name.startswith("argument")]
+    return max(distance(ours[name], want[name]) / distance(plain[name], want[name]) for name in names)
 
 
 # ---------------------------------------------------------------- a budget

@@ -21,7 +21,8 @@ Stage: joint (executor entry), before the later fusion executors. Needs: a dry r
 forward, every random op, in-place update, matmul and reduction. Changes: what is saved, and when cheap ops run.
 
 Never from storage that the trace writes anywhere, never past Thunder's checkpoint tags, never through an op without a row in
-`effects`. A dropped tensor must free more than making it again costs: `Level.max_traffic`.
+`effects`. Never from a rounded value where the forward computed with what was not rounded: of a cast to bf16 and back nvFuser's
+pass leaves nothing, so what the forward made of `x.bfloat16().float()` it made of `x`, and a rebuild starts at `x` or before. A dropped tensor must free more than making it again costs: `Level.max_traffic`.
 
 Under ``memory_budget`` the entry goes through `LEVELS`: cheap ops, copies and reductions at any cost, then one matmul on the way
 from what is saved to a rebuilt tensor (attention scores, the projections of an MLP), which is one layer's and no more. Rebuilds
@@ -55,6 +56,7 @@ from thunder_fusionfix.joint import (
     is_layout_chain,
     joint_result,
     op_at,
+    sites,
 )
 from thunder_fusionfix.mincut import INFINITE, min_cut
 from thunder_fusionfix.model import Decision, Op, refs
@@ -456,15 +458,40 @@ class _Search:
 
     def can_repeat(self, name: str) -> bool:
         """True where the op that gives ``name`` may run again, with the same result, for little."""
-        site = self.facts.producer.get(name)
-        if site is None or site.pos not in self.forward:
-            return False
-        if name in self.opened:
-            return True
-        op = op_at(self.facts.joint, site)
-        if not self.is_cheap(op) or not (op.inputs or site in self.facts.fusible):
-            return False
-        return not any(self.is_written(other) for other in (*op.inputs, *op.outputs))
+        return name in self.opened or name in self.repeatable
+
+    @cached_property
+    def repeatable(self) -> frozenset[str]:
+        """What ops of the forward give that may run again, with the same result, for little."""
+        found: set[str] = set()
+        for site, op in sites(self.facts.joint):
+            if site.pos not in self.forward or not self.is_cheap(op) or not (op.inputs or site in self.facts.fusible):
+                continue
+            if any(self.is_written(other) for other in (*op.inputs, *op.outputs)):
+                continue
+            if all(self.rep(name) in found for name in self.unrounded(op)):
+                found.update(op.outputs)
+        return frozenset(found)
+
+    def unrounded(self, op: Op) -> frozenset[str]:
+        """Inputs of ``op`` that it widens right after another op rounded them: nvFuser's pass lets it take what was not rounded."""
+        widened = {leaf.inputs[0] for leaf in op.leaves if self.cast_growth(leaf) > 0}
+        return frozenset(name for name in op.inputs if name in widened and name in self.rounded)
+
+    @cached_property
+    def rounded(self) -> frozenset[str]:
+        """What the forward casts to fewer bits."""
+        ops = (op for site, op in sites(self.facts.joint) if site.pos in self.forward)
+        return frozenset(leaf.outputs[0] for op in ops for leaf in op.leaves if self.cast_growth(leaf) < 0)
+
+    def cast_growth(self, leaf: Op) -> int:
+        """Bytes an element that a cast between floating-point types adds; 0 for any other op."""
+        if short_name(leaf.id) != "convert_element_type" or len(leaf.inputs) != 1 or len(leaf.outputs) != 1:
+            return 0
+        before, after = (self.facts.joint.values[name] for name in (leaf.inputs[0], leaf.outputs[0]))
+        if not all(value.dtype is not None and value.dtype.startswith(("f", "bf")) for value in (before, after)):
+            return 0
+        return (after.itemsize or 0) - (before.itemsize or 0)
 
     def is_cheap(self, op: Op) -> bool:
         """True for a pure op that is worth doing again, at this level, rather than keeping its output."""
@@ -472,8 +499,23 @@ class _Search:
             return False
         return all(effect.is_pure and (effect.cheap or effect.kind in self.level.kinds) for effect in effects_of(op))
 
+    def arguments_of(self, name: str) -> Iterator[tuple[str, bool]]:
+        """What the op that gives ``name`` takes, and whether that must be made again with it, before it was rounded."""
+        op = op_at(self.facts.joint, self.facts.producer[name])
+        wide = self.unrounded(op)
+        return ((self.rep(other), other in wide) for other in op.inputs)
+
     def inputs_of(self, name: str) -> tuple[str, ...]:
-        return tuple(self.rep(other) for other in op_at(self.facts.joint, self.facts.producer[name]).inputs)
+        """What ``name`` may be made again from."""
+        found: dict[str, None] = {}
+        stack = [name]
+        while stack:
+            for other, must_repeat in self.arguments_of(stack.pop()):
+                if must_repeat:
+                    stack.append(other)
+                else:
+                    found[other] = None
+        return tuple(found)
 
     # ------------------------------------------------ one rebuild
 
@@ -481,17 +523,18 @@ class _Search:
         """How ``name`` is made from what is ``left``."""
         chain: dict[Site, None] = {}
         sources: dict[str, None] = {}
-        stack = [name]
+        stack = [(name, True)]
         while stack:
-            current = stack.pop()
-            if current != name and (current in self.left or not self.can_repeat(current)):
+            current, must_repeat = stack.pop()
+            if not must_repeat and (current in self.left or not self.can_repeat(current)):
                 sources[current] = None
                 continue
             site = self.facts.producer[current]
             if site not in chain:
                 chain[site] = None
-                stack += self.inputs_of(current)
-        order, starts = tuple(sorted(chain)), tuple(sources)
+                stack += self.arguments_of(current)
+        order = tuple(sorted(chain))
+        starts = tuple(source for source in sources if self.facts.producer.get(source) not in chain)
         uses = tuple(self.uses(name, order))
         # the first of those that share memory stands for all of them
         freed = self.own_bytes(name) if name in self.saved and self.mates(name)[0] == name else 0
@@ -678,14 +721,16 @@ class _Writer:
     def missing(self, rebuild: Rebuild, place: int) -> list[Site]:
         """The ops of the chain that have to be repeated at ``place``: all but what was made again not far before."""
         needed: set[Site] = set()
-        stack = [rebuild.name]
+        stack = [(rebuild.name, False)]
         while stack:
-            current = stack.pop()
+            current, must_repeat = stack.pop()
             site = self.facts.producer.get(current)
-            if site not in rebuild.chain or site in needed or self.found(current, place) is not None:
+            if site not in rebuild.chain or site in needed:
+                continue
+            if not must_repeat and self.found(current, place) is not None:
                 continue
             needed.add(site)
-            stack += self.search.inputs_of(current)
+            stack += self.search.arguments_of(current)
         return [site for site in rebuild.chain if site in needed]
 
     def found(self, name: str, place: int) -> str | None:
