@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from cpu_nvfuser import nvfuser_on_cpu
 from programs import random_program
-from runs import assert_equal, copied, run
+from runs import assert_equal, copied, distance, run
 
 import thunder_fusionfix  # noqa: F401
 from thunder_fusionfix import executor, joint_pipeline
@@ -85,6 +85,27 @@ def test_either_order_gives_the_same_numbers(order) -> None:
         assert_equal(
             run(gated_mlp, copied(args), "dataflow", executors=order, **ALL), run(gated_mlp, copied(args), None)
         )
+
+
+@needs_nvfuser
+@pytest.mark.parametrize("order", [ENTRY, ("nvfuser", "fusionfix"), ("fusionfix", "torch"), ("fusionfix",)])
+def test_budget_works_in_any_order_and_without_nvfuser(order) -> None:
+    """Outputs and gradients are eager's in float64, and less is saved; without gradients the report says that nothing is to be won."""
+
+    def twice(x, *weights):
+        return gated_mlp(gated_mlp(x, *weights) + x, *weights)
+
+    args = [torch.randn(shape, requires_grad=True) for shape in [(64, 32), (96, 32), (96, 32), (32, 96)]]
+    want = run(twice, [arg.detach().double().requires_grad_() for arg in args], None)
+    got = run(twice, copied(args), "dataflow", executors=order, **ALL, fusionfix_memory_budget=1)
+    assert all(distance(got[name], value) < 1e-5 for name, value in want.items())
+    report = fusionfix_ex.reports[-1]
+    assert report.budget is not None and report.saved_after_bytes < report.saved_before_bytes
+    frozen = [arg.detach() for arg in args]
+    out = run(twice, frozen, "dataflow", executors=order, **ALL, fusionfix_memory_budget=1)
+    assert distance(out["output 0"], want["output 0"]) < 1e-5
+    assert fusionfix_ex.reports[-1].budget is None
+    assert "no gradient" in decisions("memory_budget")[-1].reason
 
 
 @needs_nvfuser

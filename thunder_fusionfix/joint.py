@@ -299,7 +299,7 @@ class JointReport:
 
     stage: str  # "joint", or "inference" where nothing requires a gradient
     saved_before_bytes: int  # what the later executors would save, by a dry run
-    saved_after_bytes: int  # the same after the plan, by its own estimate
+    saved_after_bytes: int  # the same after the plan: by its own estimate, under a budget by a dry run
     decisions: tuple[Decision, ...]
     seconds: float  # wall time, the dry run included
     dry_run_seconds: float

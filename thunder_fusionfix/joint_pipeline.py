@@ -89,14 +89,20 @@ def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, Joint
     budget = None
     if limit is None:
         done = _attempt(trace, facts, entry, _plan(facts, entry, DEFAULT))
+        if entry.config.memory_budget is not None:
+            notes = (
+                Decision(BUDGET, 0, graph.name, "memory budget", "no gradient is asked for: nothing is saved", False),
+            )
     else:
         done, notes, budget = _within(limit, trace, facts, entry)
     saved = facts.saved_bytes if graph.stage == "joint" else 0
-    won = sum(decision.bytes_won for decision in done.decisions if decision.applied)
+    saved_after = saved - sum(decision.bytes_won for decision in done.decisions if decision.applied)
+    if budget is not None and done.fused is not None:
+        saved_after = JointFacts(graph, done.fused).saved_bytes
     decisions = (*plan_fold_matmuls(graph), *done.decisions, *notes)
     seconds = time.perf_counter() - started
     return done.trace, JointReport(
-        graph.stage, saved, saved - won, decisions, seconds, dry_run_seconds, done.kept_input, budget
+        graph.stage, saved, saved_after, decisions, seconds, dry_run_seconds, done.kept_input, budget
     )
 
 
