@@ -76,9 +76,12 @@ def captured(text: str, budget: int | None) -> Capture:
 
 
 def timelines_of(got: Capture) -> list[Timeline]:
-    """For each function the higher of the timelines of its final traces."""
+    """For each function that Thunder compiles the higher of the timelines of its final traces."""
+    compiled = {part.name for part in got.parts}
     found = []
     for part in step_parts(got):
+        if part.name not in compiled:  # a piece that torch.compile gets
+            continue
         both = [simulate(part.forward)]
         if part.backward is not None:
             both.append(simulate(part.backward, forward=part.forward))
