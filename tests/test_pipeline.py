@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -116,6 +118,16 @@ def test_pass_that_finds_nothing_hands_back_the_same_object(monkeypatch):
     )
     assert hook.fixed is hook.given
     assert hook.report.decisions == (why,)
+
+
+def test_what_was_read_is_let_go_with_its_trace():
+    """A backward finds what its forward's fix has read, and a program that is gone leaves nothing behind."""
+    hook, _ = fixed_by()
+    assert hook.fixed in pipeline._readers
+    trace = weakref.ref(hook.fixed)
+    del hook
+    gc.collect()
+    assert trace() is None
 
 
 def test_two_compiles_of_one_program_give_the_same_text():
