@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -144,9 +145,11 @@ def test_bench_out_of_memory_beside_others_is_tried_alone(stub, tmp_path):
     assert run.variants["plain"]["status"] == OUT_OF_MEMORY
 
 
-def test_bench_interrupted_keeps_what_is_done_and_ends_its_processes(stub, tmp_path):
+def test_bench_interrupted_keeps_what_is_done_and_ends_its_processes(stub, tmp_path, request):
     """After an interruption the file holds the finished variants and no process is left."""
     stub(plain="ok", eager="hang")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
 
     def progress(variant: str, state: str) -> None:
         if (variant, state) == ("eager", "first step"):
