@@ -19,6 +19,7 @@ from thunder_fusionfix.errors import FusionFixError, UsageError, VerifyError
 from thunder_fusionfix.executor import FusionFixExecutor, fusionfix_ex
 from thunder_fusionfix.passes import recompute_cheap
 from thunder_fusionfix.passes.fold_matmuls import COPY_LIMIT
+from thunder_fusionfix.transform import FusionFixTransform
 
 needs_nvfuser = pytest.mark.skipif(nvfuser_version() is None, reason="nvFuser is not installed")
 ENTRY = ("fusionfix", "nvfuser")
@@ -302,3 +303,36 @@ def test_random_programs_agree_to_the_last_bit(seed: int, fusion_type: str) -> N
     for budget in ({}, {"fusionfix_memory_budget": 1}):
         got = run(program.fn, copied(program.args), fusion_type, executors=ENTRY, **ALL, **budget)
         assert_equal(got, want, 0.0)
+
+
+# ---------------------------------------------------------------- with the transform
+
+
+def with_transform(fix, **options):
+    with nvfuser_on_cpu():
+        jitted = thunder.jit(
+            gated_mlp, executors=("fusionfix", "nvfuser"), fusion_type="dataflow", transforms=[fix], **options
+        )
+        jitted(*mlp_args())
+
+
+@needs_nvfuser
+def test_options_of_the_transform_reach_the_entry():
+    """One place for options: what the transform was given holds before the fusions too, and wins over what Thunder was given."""
+    for minimum, fires in ((0, True), (2**20, False)):
+        fix = FusionFixTransform(recompute_min_bytes=minimum, strict=True)
+        with_transform(fix, fusionfix_recompute_min_bytes=2**20 - minimum)
+        (report,) = fix.entry_reports
+        assert any(one.applied and one.pass_name == "recompute_cheap" for one in report.decisions) == fires
+
+
+@needs_nvfuser
+def test_report_of_the_transform_has_what_the_entry_did():
+    """One report for both: the entry's part comes first, with its decisions and their reasons."""
+    fix = FusionFixTransform(recompute_min_bytes=0, strict=True)
+    with_transform(fix)
+    text = fix.report()
+    assert text.startswith('joint trace, by the entry "fusionfix": saved for the backward')
+    assert (
+        "is made again from" in text and "forward trace: peak" in text and fix.entry_reports[0] in fusionfix_ex.reports
+    )

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -37,6 +37,9 @@ from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
 from thunder_fusionfix.joint import JointReport
 from thunder_fusionfix.passes import fold_matmuls
 from thunder_fusionfix.passes.fold_matmuls import COPY_LIMIT, fusionfix_linear, fusionfix_matmul
+
+if TYPE_CHECKING:
+    from thunder_fusionfix.transform import FusionFixTransform
 
 NAME = "fusionfix"
 FUEL_VARIABLE = "FUSIONFIX_OPTIMIZATION_FUEL"
@@ -85,6 +88,8 @@ class FusionFixExecutor(OperatorExecutor, FusionExecutor):
         fixed, report = fix_joint(trace, Entry(config, _later(executors), after, self._rewrites(config)))
         self.get_fuel(sum(decision.applied for decision in report.decisions if decision.pass_name != fold_matmuls.NAME))
         self.reports.append(report)
+        for transform in _transforms():
+            transform.entry_reports.append(report)
         return fixed
 
     def _rewrites(self, config: FusionFixConfig) -> int | None:
@@ -93,12 +98,21 @@ class FusionFixExecutor(OperatorExecutor, FusionExecutor):
 
 
 def current_config() -> FusionFixConfig:
-    """The options that the user gave to the compile that runs now.
+    """The options that the user gave to the compile that runs now: to Thunder, or to our transform, whose arguments win.
 
     Raises:
         UsageError: an option is unknown or has an illegal value.
     """
-    return FusionFixConfig.from_options(given_options(PREFIX, option_names()))
+    arguments = {name: value for transform in _transforms() for name, value in transform.options.items()}
+    return FusionFixConfig.from_options({**given_options(PREFIX, option_names()), **arguments})
+
+
+def _transforms() -> tuple[FusionFixTransform, ...]:
+    """Our transforms in the compile that runs now."""
+    from thunder_fusionfix.transform import FusionFixTransform  # needs `read`; see `fusion_pass`
+
+    given = getattr(get_compile_data(), "transforms", None) or ()
+    return tuple(transform for transform in given if isinstance(transform, FusionFixTransform))
 
 
 # ---------------------------------------------------------------- the list that we stand in

@@ -34,6 +34,7 @@ from thunder_fusionfix.document import (
 )
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
+from thunder_fusionfix.joint import JointReport
 from thunder_fusionfix.layout import source_of
 from thunder_fusionfix.model import RETURN, Decision, Graph, Holder, Op, Report, Timeline
 from thunder_fusionfix.segments import Cost, layout_costs
@@ -304,6 +305,23 @@ def listed(items: Iterable[str], most: int = 4) -> str:
 def report_text(report: Report) -> str:
     """The report as plain text."""
     return plain(report_blocks(report))
+
+
+def entry_blocks(report: JointReport) -> list[Block]:
+    """What the entry did to one trace before its fusions were made."""
+    applied = sum(decision.applied for decision in report.decisions)
+    saved = f"saved for the backward {megabytes(report.saved_before_bytes)} -> {megabytes(report.saved_after_bytes)} MB"
+    what = f"{saved} by a dry run, " if report.stage == "joint" else ""
+    words = f"{applied} rewrite{'s' * (applied != 1)}, {report.seconds * 1e3:.0f} ms"
+    blocks: list[Block] = [Heading(f'{report.stage} trace, by the entry "fusionfix": {what}{words}', is_main=True)]
+    if report.kept_input is not None:
+        blocks.append(Line(f"left as it was: {report.kept_input}", "bad"))
+    return blocks + decision_blocks(report.decisions)
+
+
+def entry_text(report: JointReport) -> str:
+    """The entry's report as plain text."""
+    return plain(entry_blocks(report))
 
 
 def report_markdown(report: Report) -> str:
