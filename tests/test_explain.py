@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -151,3 +152,11 @@ def test_explain_without_a_plan_or_peak_of_unknown_sizes_says_so(trace: str) -> 
         line.split("  # t")[0] for line in trace.splitlines() if '# labels: "' not in line and '# logits: "' not in line
     )
     assert "size not known" in plain(explanation_blocks(only(bare + "\n")))
+
+
+@pytest.mark.parametrize("case", ["causal-lm-loss", "qwen2.5-7b-2-layers", "qwen2.5-7b-2-layers-consecutive"])
+def test_every_pass_has_a_plan_for_the_golden_traces_as_text(case):
+    """Passes follow one another on data as they do on traces: no plan trips over the names that an earlier one made."""
+    path = Path(__file__).parents[1] / "traces" / case / "before.txt"
+    for explanation in explain_trace(path):
+        assert explanation.undone == ()

@@ -98,6 +98,7 @@ class Explanation:
     planned: Graph  # the trace after the plan; the trace itself where there is none
     planned_peak_bytes: int
     notes: tuple[str, ...]
+    undone: tuple[str, ...] = ()  # of the notes those on passes that have no plan that could be kept
 
     @property
     def graph(self) -> Graph:
@@ -175,9 +176,10 @@ def explain(source: Source, forward: Graph | None = None, config: FusionFixConfi
         len(timeline.holders),
         tuple(_layout_regions(source.graph, facts.aliases)),
         decisions,
-        with_readable_names(planned.graph),
+        planned.graph,
         planned.timeline.peak_bytes,
         (*source.graph.notes, *_region_notes(source.graph), *notes),
+        notes,
     )
 
 
@@ -354,7 +356,7 @@ def _plan(facts: Facts) -> tuple[tuple[Decision, ...], Facts, tuple[str, ...]]:
             continue
         try:
             plan = item.plan(facts, None)
-            after = Facts(apply_to_graph(facts.graph, plan), facts.config, facts.forward)
+            after = Facts(with_readable_names(apply_to_graph(facts.graph, plan)), facts.config, facts.forward)
             if not plan.is_empty:
                 verify(facts.graph, after.graph, item.admits(facts.graph, plan))
             rises = after.timeline.peak_bytes > facts.timeline.peak_bytes

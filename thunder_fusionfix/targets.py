@@ -286,7 +286,8 @@ def _fix_graphs(target: Target, trace: str | None, tell: Tell) -> Fixed:
         for index, (label, one) in enumerate(zip(explained.labels, explained.explanations))
         if any(op.is_fusion for op in one.graph.ops)
     }
-    return Fixed(tuple(reports.values()), tuple(reports), explained.programs, explained.notes)
+    undone = tuple(f"{label}: {note}" for label, one in zip(reports, explained.explanations) for note in one.undone)
+    return Fixed(tuple(reports.values()), tuple(reports), explained.programs, (*explained.notes, *undone))
 
 
 def _report_dict(label: str, report: Report) -> Mapping[str, Any]:
