@@ -141,3 +141,10 @@ def test_compare_runs_real_tensors_inside_of_a_fake_mode():
     with FakeTensorMode():
         assert compare(before, before).differing == ()
         assert compare(before, after).differing == ("y",)
+
+
+def test_folding_matmuls_are_run_as_what_they_compute():
+    """Their last argument, what a fold may copy, changes no number."""
+    text = 'def f(x, w):\n  # x: "cpu f32[3, 4]"\n  # w: "cpu f32[2, 4]"\n  y = {}  # y: "cpu f32[3, 2]"\n  return y'
+    one = parse(text.format("fusionfix_linear(x, w, None, 1024)"))
+    assert compare(one, parse(text.format("torch.nn.functional.linear(x, w, None)"))).differing == ()

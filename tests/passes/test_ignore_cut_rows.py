@@ -39,6 +39,15 @@ def flat(logits, labels):
     return F.cross_entropy(logits[0, :-1].float(), labels[0, 1:])
 
 
+def padded_vocabulary(logits, labels):
+    ahead = logits[..., : VOCAB - 4][:, :-1].reshape(-1, VOCAB - 4)
+    return F.cross_entropy(ahead.float(), labels[:, 1:].reshape(-1))
+
+
+def turned(logits, labels):
+    return F.cross_entropy(logits.transpose(0, 1)[:-1].reshape(-1, VOCAB), labels.transpose(0, 1)[1:].reshape(-1))
+
+
 def written(logits, labels):
     loss = cut(logits, labels)
     labels.add_(1)
@@ -138,6 +147,26 @@ def test_other_losses_are_left_alone(fn, why):
     assert not any(decision.applied for decision in decisions)
     assert why is None or any(why in decision.reason for decision in decisions)
     assert_equal(results, run(fn, copied(args), "dataflow"), 1e-6)
+
+
+@pytest.mark.parametrize("fn", [padded_vocabulary, turned], ids=lambda fn: fn.__name__)
+def test_logits_that_are_cut_or_turned_before_are_left_alone(fn):
+    """Their rows do not lie together, so that all of them are no view, and a second pad would keep the gradient twice."""
+    args = arguments(3)
+    args[1] = args[1].clamp(max=VOCAB - 5)
+    results, decisions = fixed(fn, args, "dataflow")
+    assert decisions and not any(decision.applied for decision in decisions)
+    assert any("do not lie together" in decision.reason for decision in decisions)
+    assert_equal(results, run(fn, copied(args), "dataflow"), 1e-6)
+
+
+def test_loss_of_nothing_is_left_alone():
+    """A sequence of one position has no next token: nothing is left, and the mean is no number, as without the pass."""
+    args = arguments(2, 3)
+    fn = lambda logits, labels: cut(logits[:, :1], labels[:, :1])
+    results, decisions = fixed(fn, args, "dataflow", debug_execute=False)
+    assert not any(decision.applied for decision in decisions)
+    assert results["output 0"].isnan() and results["gradient of argument 0"].shape == args[0].shape
 
 
 def test_small_logits_are_left_alone_by_default():

@@ -49,6 +49,9 @@ CAST = "prims.convert_element_type"
 MAX_ROWS = 1.25
 """All rows may be this many times those that are left: what is saved is a copy of those, what it costs is to read the others."""
 
+LABELS = {"i32": 2**31 - 1, "i64": 2**63 - 1}
+"""The largest label of each dtype that labels may have here: among bytes -100 is a class."""
+
 ADDED = frozenset({"full", "where"})
 """Ops that the pass adds besides layouts, casts and pads, by short name."""
 
@@ -113,8 +116,10 @@ class Cut:
 
 def cut_of(shape: Shape, index: IndexMap) -> Cut | None:
     """The cut that a layout does to a tensor of ``shape`` on its way to [rows, classes]; None for anything else."""
+    if 0 in shape or len(index.shape) != 2 or 0 in index.shape or index.shape[1] != shape[-1]:
+        return None
     refined = refine(index, shape)
-    if refined is None or len(refined.dims) != 2 or index.shape[1] != shape[-1]:
+    if refined is None:
         return None
     rows, classes = refined.dims
     *leading, last = range(len(shape))
@@ -192,7 +197,7 @@ class _Rewrite:
         stats = (loss.a_max, loss.log_sum_exp)
         if any(name in self.users for name in stats):
             raise _Refused("the region computes with the maxima of the rows")
-        target = self.labels_outside(loss.target, cut)
+        target = self.labels_outside(loss.target, cut, loss.ignore_index)
         full = {name: next(self.fresh) for name in stats}
         ops, logits = self.all_rows(source, casts, cut, is_forward=True)
         renamed = {loss.logits: logits, loss.target: self.padded(target, cut, loss.ignore_index), **full}
@@ -209,7 +214,7 @@ class _Rewrite:
         if any(name in self.definition or self.is_written(name) for name in stats):
             raise _Refused("the maxima of the rows are not saved as they are")
         pad, narrowing = self.pad_of(loss.gradient, cut)
-        target = self.labels_outside(loss.target, cut)
+        target = self.labels_outside(loss.target, cut, loss.ignore_index)
         ops, logits = self.all_rows(source, casts, cut, is_forward=False)
         renamed = {loss.logits: logits, loss.target: self.padded(target, cut, loss.ignore_index)}
         renamed |= {name: self.padded(self.around_cut(name, cut), cut, 0.0) for name in stats}
@@ -267,6 +272,8 @@ class _Rewrite:
             raise _Refused("no fuel is left")
         if self.is_written(source):
             raise _Refused(f"{source} is changed in place by this trace")
+        if self.is_rearranged(source):
+            raise _Refused(f"{source} is itself cut or turned in the region: its rows do not lie together")
         if any(not effect_of(leaf).is_pure for leaf in self.op.leaves if effect_of(leaf).kind is not Kind.BOOKKEEPING):
             raise _Refused("the region draws random numbers, writes in place or holds an op that is not known")
 
@@ -294,7 +301,7 @@ class _Rewrite:
             (current,) = subop.outputs
         raise _Refused("no pad in the region puts zeros for these rows into the gradient")
 
-    def labels_outside(self, name: str, cut: Cut) -> str:
+    def labels_outside(self, name: str, cut: Cut, ignore_index: int) -> str:
         """The labels of the rows that are left, as `Cut.around` shows them, made outside the region from an input of it."""
         layouts: list[Layout] = []
         current = name
@@ -307,8 +314,8 @@ class _Rewrite:
             current = subop.inputs[0]
         if self.is_written(current):
             raise _Refused(f"{current} is changed in place by this trace")
-        if self.facts.graph.values[current].dtype not in ("i32", "i64"):
-            raise _Refused(f"{current}, the labels, may not hold the ignored one")
+        if abs(ignore_index) > LABELS.get(self.facts.graph.values[current].dtype or "", -1):
+            raise _Refused(f"{current}, the labels, may not hold the ignored one, {ignore_index}")
         shape, wanted = self.shape(current), cut.around(cut.kept)
         layouts = [layout for layout in layouts if not isinstance(layout, (Same, Contiguous))]
         while layouts and not (shape == wanted and all(isinstance(layout, Reshape) for layout in layouts)):
@@ -403,6 +410,18 @@ class _Rewrite:
     def is_written(self, name: str) -> bool:
         aliases = self.facts.aliases
         return name in aliases.storage_of and aliases.is_written(name)
+
+    def is_rearranged(self, name: str) -> bool:
+        """True where ``name`` is made in the region by a layout, apart from casts."""
+        while name in self.definition:
+            subop = self.op.subops[self.definition[name]]
+            layout = layout_of(subop, self.facts.graph.values)
+            if layout is not None and not isinstance(layout, Same):
+                return True
+            if layout is None and subop.id != CAST:
+                return False
+            name = subop.inputs[0]
+        return False
 
     def told(self, loss: CrossEntropy, source: str, cut: Cut, why: str) -> tuple[str, str, bool, int]:
         nbytes = prod(self.shape(loss.logits)) * (self.facts.graph.values[source].itemsize or 0)
