@@ -17,11 +17,12 @@ import gc
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from cuda_times import milliseconds
 from table_file import table_file
 from thunder.dynamo import ThunderCompiler
 from torch import nn
@@ -130,18 +131,6 @@ def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
             for report in fix.reports
         ]
     return row
-
-
-def milliseconds(step: Callable, steps: int) -> Iterator[float]:
-    """The time of each of ``steps`` steps by CUDA events, after one more."""
-    step()
-    for _ in range(steps):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        yield start.elapsed_time(end)
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -24,6 +24,7 @@ from typing import Any
 
 import thunder
 import torch
+from cuda_times import milliseconds
 from table_file import table_file
 
 import thunder_fusionfix  # noqa: F401  (mends Thunder under nvFuser 0.2.36)
@@ -98,18 +99,6 @@ def over_inputs(report: Report) -> tuple[int, int]:
     return report.after.peak_bytes - nbytes, report.after.lower_bound_bytes - nbytes
 
 
-def milliseconds(step: Step, steps: int) -> list[float]:
-    found = []
-    for _ in range(steps):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step()
-        end.record()
-        end.synchronize()
-        found.append(start.elapsed_time(end))
-    return found
-
-
 def distance(one: torch.Tensor, other: torch.Tensor) -> float:
     return (torch.linalg.vector_norm(one.double() - other.double()) / torch.linalg.vector_norm(other.double())).item()
 
@@ -125,7 +114,6 @@ def measure(mode: str, n: int, num_towers: int, steps: int) -> Iterator[dict[str
             for name, found in times.items():
                 step = prepared[name][0]
                 assert step is not None
-                step()
                 found += milliseconds(step, max(1, steps // ROUNDS))
     for name, (_, row) in prepared.items():
         yield {**row, "ms": statistics.median(times[name])} if name in times else row
