@@ -243,28 +243,9 @@ def backward_fn(saved_for_backward, cotangents):
   return (t41, None)
 """
 
-IGNORED_ROWS_BACKWARD = """
-def backward_fn(saved_for_backward, cotangents):
-  # saved_for_backward: "Collection"
-  # cotangents: "Collection"
-  C0, C1, = saved_for_backward
-  # C0: "Collection"
-  # C1: "Collection"
-  clear_mutable_collection(saved_for_backward)
-  clear_mutable_collection(C1)
-  del C1, saved_for_backward
-  t52, = cotangents
-  # t52: "cuda:0 f32[]"
-  clear_mutable_collection(cotangents)
-  del cotangents
-  logits, labels, t51, t49, t50, = C0
-  # logits: "cuda:0 bf16[2, 6, 500]"
-  # labels: "cuda:0 i64[2, 6]"
-  # t51: "cuda:0 f32[10]"
-  # t49: "cuda:0 f32[10]"
-  # t50: "cuda:0 f32[]"
-  clear_mutable_collection(C0)
-  del C0
+IGNORED_ROWS_BACKWARD = (
+    CUT_ROWS_BACKWARD[: CUT_ROWS_BACKWARD.index("  [t41] = ")]
+    + """\
   t54 = torch_slice_prim_impl(labels, (0, 1), (2, 6), (1, 1))  # t54: "cuda:0 i64[2, 5]"
   del labels
   t56 = torch_pad_prim_impl(t54, -100, ((0, 0, 0), (0, 1, 0)))  # t56: "cuda:0 i64[2, 6]"
@@ -300,6 +281,7 @@ def backward_fn(saved_for_backward, cotangents):
   del logits, t52, t50, t64, t70, t58, t76
   return (t41, None)
 """
+)
 
 # Two regions and a product between them; small, so that it can be run.
 SMALL = """
