@@ -108,8 +108,8 @@ class Aliases:
         return self.storages[self.storage_of[name]].group
 
     def is_written(self, name: str) -> bool:
-        """True where some op may write to memory that ``name`` may see."""
-        return self.group_of(name) in self.written_groups
+        """True where some op may write to memory that ``name`` may see; False for what is no tensor."""
+        return name in self.storage_of and self.group_of(name) in self.written_groups
 
     @cached_property
     def written_groups(self) -> frozenset[int]:

@@ -20,13 +20,14 @@ A `JointPlan` has five kinds of edit, each for the trace that it was made from a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from thunder_fusionfix.alias import Aliases, aliases
 from thunder_fusionfix.effects import Effect, Kind, effect_of, short_name
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.model import RETURN, Arg, Decision, Graph, Op, Ref, Struct, refs
+from thunder_fusionfix.model import RETURN, Arg, Decision, Graph, Op, Ref, Struct, refs, renamed
 
 GET_GRAD = "get_grad"  # the gradient that the caller gives for a forward output
 
@@ -152,17 +153,9 @@ def equal_values(graph: Graph, may: Callable[[Site, Op], bool]) -> Mapping[str, 
 
 def _spelling(op: Op, names: tuple[str, ...]) -> str:
     """A text equal for ops that compute the same of the values ``names``."""
-    numbered = {name: Ref(str(index)) for index, name in enumerate(op.inputs)}
-    kwargs = tuple((key, _renamed(arg, numbered)) for key, arg in op.kwargs)
-    return repr((op.id, names, _renamed(op.args, numbered), kwargs))
-
-
-def _renamed(arg: Arg, names: Mapping[str, Ref]) -> Arg:
-    if isinstance(arg, Ref):
-        return names[arg.name]
-    if isinstance(arg, tuple):
-        return tuple(_renamed(item, names) for item in arg)
-    return Struct(tuple((key, _renamed(item, names)) for key, item in arg.items)) if isinstance(arg, Struct) else arg
+    numbered = {name: str(index) for index, name in enumerate(op.inputs)}
+    kwargs = tuple((key, renamed(arg, numbered)) for key, arg in op.kwargs)
+    return repr((op.id, names, renamed(op.args, numbered), kwargs))
 
 
 def opened(graph: Graph) -> Graph:
@@ -215,6 +208,12 @@ class JointFacts:
     def saved_bytes(self) -> int:
         """Bytes that the later executors save: distinct storages that are no argument's."""
         return saved_bytes(self.fused, self.after, self.fused_aliases)
+
+    def first_user(self, pos: int, moving: AbstractSet[int]) -> int:
+        """The first op that stays and takes what the op at ``pos`` gives, through those that are ``moving``: it goes before that."""
+        consumers = self.joint.consumers
+        users = {user for name in self.joint.ops[pos].outputs for user in consumers.get(name, ()) if user != pos}
+        return min((self.first_user(user, moving) if user in moving else user for user in users), default=pos + 1)
 
     def is_fusible(self, op_pos: int) -> bool:
         return Site(op_pos) in self.fusible

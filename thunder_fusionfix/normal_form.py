@@ -334,7 +334,7 @@ class Forms:
         if pad.op != "rows" or not isinstance(pad.label, _Pad) or pad.shape is None or len(pad.shape) != 2:
             return None
         ((low, high, dilation),) = pad.label.config
-        index = node.label if is_layout else made(0, [[factor] for factor in zip(pad.shape, row_major(pad.shape))])
+        index = node.label if is_layout else _reshaped(pad.shape)
         assert isinstance(index, IndexMap)
         refined = refine(index, pad.shape)
         if refined is None or refined.starts[1] or dilation or low < 0 or high < 0:

@@ -162,7 +162,7 @@ class _Finder:
     def may_move(self, op: Op) -> bool:
         """True where nothing may write to what the layout ``op`` sees, so that it may run later."""
         shared = self.facts.aliases
-        return not any(name in shared.storage_of and shared.is_written(name) for name in (*op.inputs, *op.outputs))
+        return not any(shared.is_written(name) for name in (*op.inputs, *op.outputs))
 
     @cached_property
     def written(self) -> frozenset[int]:
@@ -185,13 +185,7 @@ class _Finder:
         moving = frozenset(claims) - self.placed
         moving = frozenset(pos for pos in moving if self.may_move(self.facts.joint.ops[pos]))
         for pos in sorted(moving):
-            yield Insert(self.target(pos, moving), Moved(pos))
-
-    def target(self, pos: int, moving: frozenset[int]) -> int:
-        """The first op that stays and takes what the op at ``pos`` gives, through others that move."""
-        consumers = self.facts.joint.consumers
-        users = {user for name in self.facts.joint.ops[pos].outputs for user in consumers.get(name, ()) if user != pos}
-        return min((self.target(user, moving) if user in moving else user for user in users), default=pos + 1)
+            yield Insert(self.facts.first_user(pos, moving), Moved(pos))
 
     def decision(self, pos: int, why_not: str | None = None) -> Decision:
         """What is done about the passenger at ``pos``."""

@@ -211,7 +211,7 @@ class _Rewrite:
     def rewrite_backward(self, index: int, loss: CrossEntropy, source: str, casts: Sequence[Arg], cut: Cut) -> None:
         assert loss.gradient is not None
         stats = (loss.a_max, loss.log_sum_exp)
-        if any(name in self.definition or self.is_written(name) for name in stats):
+        if any(name in self.definition or self.facts.aliases.is_written(name) for name in stats):
             raise _Refused("the maxima of the rows are not saved as they are")
         pad, narrowing = self.pad_of(loss.gradient, cut)
         target = self.labels_outside(loss.target, cut, loss.ignore_index)
@@ -270,7 +270,7 @@ class _Rewrite:
             raise _Refused("the rows that are left lie together: a view, nothing to win")
         if self.fuel is not None and sum(decision.applied for decision in self.decisions) >= self.fuel:
             raise _Refused("no fuel is left")
-        if self.is_written(source):
+        if self.facts.aliases.is_written(source):
             raise _Refused(f"{source} is changed in place by this trace")
         if self.is_rearranged(source):
             raise _Refused(f"{source} is itself cut or turned in the region: its rows do not lie together")
@@ -312,7 +312,7 @@ class _Rewrite:
                 raise _Refused(f"{name}, the labels, is computed in the region")
             layouts.insert(0, layout)
             current = subop.inputs[0]
-        if self.is_written(current):
+        if self.facts.aliases.is_written(current):
             raise _Refused(f"{current} is changed in place by this trace")
         if abs(ignore_index) > LABELS.get(self.facts.graph.values[current].dtype or "", -1):
             raise _Refused(f"{current}, the labels, may not hold the ignored one, {ignore_index}")
@@ -406,10 +406,6 @@ class _Rewrite:
 
     def shape(self, name: str) -> Shape:
         return self.facts.graph.values[name].shape or ()
-
-    def is_written(self, name: str) -> bool:
-        aliases = self.facts.aliases
-        return name in aliases.storage_of and aliases.is_written(name)
 
     def is_rearranged(self, name: str) -> bool:
         """True where ``name`` is made in the region by a layout, apart from casts."""

@@ -453,8 +453,7 @@ class _Search:
 
     def is_written(self, name: str) -> bool:
         """True where the trace may write to the memory of ``name``."""
-        shared = self.facts.aliases
-        return name in shared.storage_of and shared.is_written(name)
+        return self.facts.aliases.is_written(name)
 
     def can_repeat(self, name: str) -> bool:
         """True where the op that gives ``name`` may run again, with the same result, for little."""
@@ -684,7 +683,7 @@ class _Writer:
         jobs = [(*self.where(rebuild, use), rebuild, use) for rebuild in rebuilds for use in rebuild.uses]
         for place, token, rebuild, use in sorted(jobs, key=lambda job: (job[0], job[2].chain)):
             self.put(place, token, rebuild, use)
-        moved = [Insert(self.target(pos), Moved(pos)) for pos in sorted(self.moving)]
+        moved = [Insert(self.facts.first_user(pos, self.moving), Moved(pos)) for pos in sorted(self.moving)]
         renamed = tuple((pos, tuple(names.items())) for pos, names in sorted(self.renamed.items()))
         return JointPlan(tuple(self.inserts + moved), renamed, tuple(self.exports))
 
@@ -772,12 +771,6 @@ class _Writer:
             for user in self.facts.joint.consumers.get(name, ()):
                 if user in self.search.early:
                     self.move(user, place)
-
-    def target(self, pos: int) -> int:
-        """Where a moved op goes: before the first op that stays and takes its result, through others that move."""
-        consumers = self.facts.joint.consumers
-        users = {user for name in self.facts.joint.ops[pos].outputs for user in consumers.get(name, ()) if user != pos}
-        return min((self.target(user) if user in self.moving else user for user in users), default=pos + 1)
 
     def token(self, first: int) -> tuple[int, str | None]:
         """The last result before ``first`` that a kernel of the backward gives: position and name."""
