@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import graphs, random_graph, renamed
 
-from thunder_fusionfix.diff import Partition, TraceDiff, canonical, diff
+from thunder_fusionfix.diff import Partition, TraceDiff, canonical, diff, side_of
 from thunder_fusionfix.model import DEL, RETURN, Graph, Op, Ref
 from thunder_fusionfix.parse import parse
 from thunder_fusionfix.simulate import simulate
@@ -289,3 +289,16 @@ def test_canonical_tells_deletes_apart() -> None:
     assert canonical(both) != canonical(swapped)
     (difference,) = diff(both, swapped).other
     assert difference.what == "statement"
+
+
+def test_saved_bytes_count_each_storage_once_and_none_of_the_callers():
+    """Two views of one saved tensor take its memory once, and a saved argument takes none that the forward allocates."""
+    text = """
+def computation(x):
+  # x: "cuda:0 f32[2, 64]"
+  a = prims.exp(x)  # a: "cuda:0 f32[2, 64]"
+  b = prims.transpose(a, (1, 0))  # b: "cuda:0 f32[64, 2]"
+  return {'output': (a,), 'flat_args': [x], 'flat_output': (a,)}, ((x, a, b), ())
+"""
+    graph = replace(parse(text), stage="forward")
+    assert side_of(graph).saved_bytes == 2 * 64 * 4

@@ -27,7 +27,7 @@ Values that come from outside may share memory with one another, which no trace 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -106,6 +106,11 @@ class Aliases:
     def group_of(self, name: str) -> int:
         """The group of storages that the tensor ``name`` may share memory with."""
         return self.storages[self.storage_of[name]].group
+
+    def bytes_of(self, names: Iterable[str], *, of_caller: bool = False) -> int:
+        """Bytes of the distinct storages of ``names``; those that the caller owns count with ``of_caller`` only."""
+        ids = {self.storage_of[name] for name in names if name in self.storage_of}
+        return sum(self.storages[id].nbytes or 0 for id in ids if of_caller or not self.storages[id].is_outside)
 
     def is_written(self, name: str) -> bool:
         """True where some op may write to memory that ``name`` may see; False for what is no tensor."""

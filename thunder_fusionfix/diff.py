@@ -29,7 +29,7 @@ from typing import Any
 from thunder_fusionfix.liveness import live_ranges
 from thunder_fusionfix.match import BOOKKEEPING, Atom, Flow, Matching, match, operation
 from thunder_fusionfix.model import DEL, UNPACK, Arg, Graph, Holder, Op, Ref, Struct, Value
-from thunder_fusionfix.simulate import simulate
+from thunder_fusionfix.simulate import Prices
 from thunder_fusionfix.unparse import arg_text, type_text
 
 SCHEMA = "thunder_fusionfix.diff/1"
@@ -48,7 +48,9 @@ class Side:
     peak_pos: int
     peak_op: str  # the op at the peak, as the trace prints it
     lower_bound_bytes: int  # no order of the trace's ops needs less
-    saved_bytes: int  # what a forward saves for the backward, or a backward takes
+    saved_bytes: (
+        int  # what a forward allocates and saves for the backward, or all that a backward takes; each storage once
+    )
     num_unknown: int  # tensors whose bytes are not known
     holders: tuple[Holder, ...]  # the largest alive at the peak
 
@@ -284,7 +286,8 @@ def _shape_text(value: Value) -> str:
 
 def side_of(graph: Graph) -> Side:
     """Peak, holders and saved bytes of one trace."""
-    timeline = simulate(graph)
+    prices = Prices(graph)
+    timeline = prices.timeline()
     at_peak = graph.ops[timeline.peak_pos].id if graph.ops else ""
     return Side(
         graph.name,
@@ -295,7 +298,7 @@ def side_of(graph: Graph) -> Side:
         timeline.peak_pos,
         at_peak,
         timeline.lower_bound_bytes,
-        sum(graph.values[name].nbytes or 0 for name in graph.saved),
+        prices.aliases.bytes_of(graph.saved, of_caller=graph.stage != "forward"),  # a backward takes all of its tensors
         len(timeline.unknown),
         timeline.holders[:NUM_HOLDERS],
     )

@@ -207,7 +207,7 @@ class JointFacts:
     @cached_property
     def saved_bytes(self) -> int:
         """Bytes that the later executors save: distinct storages that are no argument's."""
-        return saved_bytes(self.fused, self.after, self.fused_aliases)
+        return self.fused_aliases.bytes_of(self.after.saved)
 
     def first_user(self, pos: int, moving: AbstractSet[int]) -> int:
         """The first op that stays and takes what the op at ``pos`` gives, through those that are ``moving``: it goes before that."""
@@ -217,12 +217,6 @@ class JointFacts:
 
     def is_fusible(self, op_pos: int) -> bool:
         return Site(op_pos) in self.fusible
-
-
-def saved_bytes(graph: Graph, halves: Split, shared: Aliases) -> int:
-    """Bytes of the distinct storages that ``halves`` saves and the caller does not own."""
-    ids = dict.fromkeys(shared.storage_of[name] for name in halves.saved if name in shared.storage_of)
-    return sum(shared.storages[id].nbytes or 0 for id in ids if not shared.storages[id].is_outside)
 
 
 # ---------------------------------------------------------------- plans

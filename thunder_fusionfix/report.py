@@ -161,7 +161,7 @@ def summarize(graph: Graph, timeline: Timeline) -> Summary:
         num_launches=sum(_launches(op, shared) for op in graph.ops),
         layouts=Counter(cost.cost for cost in costs),
         layout_bytes=sum(cost.nbytes for cost in costs),
-        saved_bytes=_saved_bytes(graph, shared) if graph.stage == "forward" else None,
+        saved_bytes=shared.bytes_of(graph.saved) if graph.stage == "forward" else None,
     )
 
 
@@ -174,11 +174,6 @@ def _launches(op: Op, shared: Aliases) -> bool:
     if source is None or source not in shared.storage_of:
         return True
     return any(shared.sharing(source, name) is not Sharing.CERTAIN for name in op.outputs if name in shared.storage_of)
-
-
-def _saved_bytes(graph: Graph, shared: Aliases) -> int:
-    saved = {shared.storage_of[name] for name in graph.saved if name in shared.storage_of}
-    return sum(shared.storages[id].nbytes or 0 for id in saved if not shared.storages[id].is_outside)
 
 
 # ---------------------------------------------------------------- tables
