@@ -1,4 +1,4 @@
-"""Measures everything that README and docs/ show, on one GPU, in calls of a few minutes each.
+"""Measures everything that README and docs/ show, on the GPUs of one machine, in calls of a few minutes each.
 
     python benchmarks/run_all.py --predict              # first: predictions into docs/predictions; needs no GPU
     python benchmarks/run_all.py --dry-run              # what would run, in which call, and for how long
@@ -6,10 +6,11 @@
     python benchmarks/run_all.py --publish              # what lies under --out into docs/ and README.md
 
 Steps stand in the order of their value, in batches: the steps of a batch run side by side, compile side by side, and time one
-after another (`measure.GpuLock`). A call takes the first batch that fits into the minutes that are left, then the next one that
-fits. What has its result under ``--out`` is not run again; a step that fails or takes too long is reported and stops nothing
-else. A new results file takes the predictions that docs/predictions has, and no measurement from anywhere, so that all that is
-compared comes from one run.
+after another (`measure.GpuLock`). Each GPU is a *lane* (``--gpus``): it takes the first batch that fits into the minutes that are
+left and writes no file that another lane is writing, then the next one. What a lane runs sees its GPU alone, and times beside
+the other lanes. What has its result under ``--out`` is not run again; a step that fails or takes too long is reported and stops
+nothing else, in its lane or in another. A new results file takes the predictions that docs/predictions has, and no measurement
+from anywhere, so that all that is compared comes from one run.
 
 Under ``--out`` lie results/ (of `fusionfix bench`), benchmarks/ (of the scripts here) and logs/.
 """
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -25,7 +27,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -33,6 +35,7 @@ import programs_table
 import results_table
 
 from thunder_fusionfix.bench import Options, is_done, results_path, source_digest
+from thunder_fusionfix.measure import machine_gpus
 from thunder_fusionfix.models import MODELS
 from thunder_fusionfix.results import OK, Run, Spec
 from thunder_fusionfix.variants import DEFAULT
@@ -47,7 +50,7 @@ OPTIMIZER = "keep-gradients"
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One command. Times are estimates on an H200 with 16 cores, in seconds."""
+    """One command. Times are estimates on an H200 with 16 cores to a lane, in seconds."""
 
     name: str
     beside_s: float  # while others may run: compilation, memory
@@ -113,14 +116,14 @@ def _bench(
 
 
 def batches() -> tuple[tuple[Step, ...], ...]:
-    """All steps, the most valuable first. A batch fits on 16 cores and, at its largest, into 140 GB of GPU memory."""
+    """All steps, the most valuable first. A batch fits on 16 cores and, at its largest, into 140 GB of one GPU's memory."""
     all_ways = DEFAULT
     return (
         (
-            Step("loss", 110, 15, 240, script=("loss",)),
+            Step("loss", 90, 15, 240, script=("loss",)),
             Step("linear layers", 60, 15, 240, script=("linear_table", "--calls", "20")),
             Step("towers", 60, 20, 240, script=("towers", "--steps", "8")),
-            Step("checkpointed blocks", 120, 5, 240, script=("checkpointed_blocks", "--steps", "5")),
+            Step("checkpointed blocks", 95, 5, 240, script=("checkpointed_blocks", "--steps", "5")),
         ),
         (_bench("8 layers, hidden 28", "qwen2.5-7b", all_ways, 180, 40, 420, layers=8, hidden_size=28),),
         (
@@ -128,8 +131,8 @@ def batches() -> tuple[tuple[Step, ...], ...]:
                 "4 layers, real width",
                 "qwen2.5-7b",
                 ("plain", "torch-compile", "eager", "transform", "both"),
-                130,
-                35,
+                85,
+                25,
                 420,
                 layers=4,
             ),
@@ -148,8 +151,8 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             _bench("12 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 200, 5, 510, layers=12, hidden_size=28),
             _bench("4 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 80, 5, 300, layers=4, hidden_size=28),
         ),
+        (Step("first step", 190, 0, 400, script=("first_step", "--jobs", "4")),),
         (
-            Step("first step", 190, 0, 400, script=("first_step", "--jobs", "4")),
             _bench(
                 "28 layers, torchcompile",
                 "qwen2.5-7b",
@@ -172,37 +175,86 @@ def estimate_s(batch: Sequence[Step]) -> float:
     return START_S + max(step.beside_s for step in batch) + sum(step.alone_s for step in batch)
 
 
-def next_batch(left: Sequence[Sequence[Step]], seconds: float) -> Sequence[Step] | None:
-    """The first batch with something left that fits; None where none does."""
-    return next((batch for batch in left if batch and estimate_s(batch) <= seconds - LAST_S), None)
+def next_batch(left: Sequence[Sequence[Step]], seconds: float, busy: Collection[Step] = ()) -> Sequence[Step] | None:
+    """The first batch with something left that fits, and writes no file that ``busy`` steps write; None where none does."""
+    taken = {step.file(WORK) for step in busy}
+    for batch in left:
+        if batch and estimate_s(batch) <= seconds - LAST_S and not any(step.file(WORK) in taken for step in batch):
+            return batch
+    return None
 
 
-def calls(left: Sequence[Sequence[Step]], minutes: float) -> Iterator[list[Sequence[Step]]]:
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A batch's place in a call, by estimate."""
+
+    lane: int
+    start_s: float  # of the call
+    batch: Sequence[Step]
+
+    @property
+    def end_s(self) -> float:
+        return self.start_s + estimate_s(self.batch)
+
+
+def calls(left: Sequence[Sequence[Step]], minutes: float, lanes: int = 1) -> Iterator[list[Planned]]:
     """The batches of each call of so many minutes, by estimate; what fits into no call is left out."""
     waiting = [batch for batch in left if batch]
     while waiting:
-        seconds, taken = 60 * minutes, list[Sequence[Step]]()
-        while batch := next_batch(waiting, seconds):
-            waiting.remove(batch)
-            taken.append(batch)
-            seconds -= estimate_s(batch)
-        if not taken:
+        planned, clock = list[Planned](), 0.0
+        while True:
+            running = {one.lane: one for one in planned if one.end_s > clock}
+            for lane in range(lanes):
+                busy = [step for one in running.values() for step in one.batch]
+                if lane not in running and (batch := next_batch(waiting, 60 * minutes - clock, busy)):
+                    waiting.remove(batch)
+                    running[lane] = Planned(lane, clock, batch)
+                    planned.append(running[lane])
+            if not running:
+                break
+            clock = min(one.end_s for one in running.values())  # a lane is free again
+        if not planned:
             return
-        yield taken
+        yield planned
 
 
-def plan_text(left: Sequence[Sequence[Step]], minutes: float, out: Path) -> str:
-    """The plan for people."""
+def plan_text(left: Sequence[Sequence[Step]], minutes: float, out: Path, gpus: Sequence[str | None] = (None,)) -> str:
+    """The plan for people, by call and, where there are several, by lane."""
     lines, planned = [], list[Step]()
-    for number, taken in enumerate(calls(left, minutes), 1):
-        lines.append(f"call {number}: {sum(map(estimate_s, taken)) / 60:.1f} of {minutes:g} minutes")
-        for batch in taken:
-            lines.append(f"  {estimate_s(batch):4.0f} s  " + "  |  ".join(step.name for step in batch))
-            lines += [f"          python {' '.join(step.command(out, step.limit_s))}" for step in batch]
-            planned += batch
+    for number, call in enumerate(calls(left, minutes, len(gpus)), 1):
+        lines.append(f"call {number}: {max(one.end_s for one in call) / 60:.1f} of {minutes:g} minutes")
+        for lane, gpu in enumerate(gpus):
+            mine = [one for one in call if one.lane == lane]
+            if len(gpus) > 1:
+                lines.append(f" GPU {gpu}: {max((one.end_s for one in mine), default=0.0) / 60:.1f} minutes")
+            for one in mine:
+                lines.append(f"  {estimate_s(one.batch):4.0f} s  " + "  |  ".join(step.name for step in one.batch))
+                lines += [f"          python {' '.join(step.command(out, step.limit_s))}" for step in one.batch]
+                planned += one.batch
     beyond = [step.name for batch in left for step in batch if step not in planned]
     lines += [f"in no call of {minutes:g} minutes: {', '.join(beyond)}"] if beyond else []
     return "\n".join(lines or ["nothing is left"])
+
+
+def visible_gpus() -> tuple[str, ...]:
+    """The GPUs that a process started here would see, as ``CUDA_VISIBLE_DEVICES`` calls them; none where there are none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        names = [name.strip() for name in visible.split(",")]
+        return tuple(itertools.takewhile(lambda name: name not in ("", "-1", "NoDevFiles"), names))  # CUDA stops there
+    return tuple(number for number, _ in machine_gpus())
+
+
+def lanes_of(number: int | None, seen: Sequence[str]) -> tuple[str | None, ...]:
+    """The GPU of each lane; None for a lane that leaves ``CUDA_VISIBLE_DEVICES`` as it is.
+
+    Args:
+        number: of lanes; None for as many as there are GPUs, and one where there are none.
+        seen: the GPUs that there are; where there are fewer than ``number``, their names are made up, for a plan.
+    """
+    if number is None:
+        return tuple(seen) or (None,)
+    return tuple(seen[:number]) if number <= len(seen) else tuple(map(str, range(number)))
 
 
 # ---------------------------------------------------------------- running
@@ -232,18 +284,19 @@ class Running:
                 os.killpg(self.popen.pid, signal.SIGKILL)
 
 
-def run_batch(
-    batch: Sequence[Step],
-    out: Path,
-    seconds: float,
-    say: Callable[[str], None],
-    command: Callable[[Step, float], list[str]],
-) -> dict[str, str]:
-    """Runs the steps side by side for at most ``seconds``; by name how each ended where it did not end well."""
-    logs, ends = out / "logs", dict[str, str]()
+Command = Callable[[Step, float], list[str]]  # what to start for a step that has so many seconds
+
+
+def start_batch(
+    batch: Sequence[Step], out: Path, seconds: float, command: Command, running: list[Running], gpu: str | None = None
+) -> None:
+    """Starts the steps side by side for at most ``seconds``, with ``gpu`` as the one that they see, into ``running``."""
+    logs = out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    running = []
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+    if gpu is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = gpu
     for step in batch:
         given = min(step.limit_s, seconds)
         step.file(out).parent.mkdir(parents=True, exist_ok=True)
@@ -253,25 +306,47 @@ def run_batch(
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env={**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+                env=environment,
                 preexec_fn=os.setpgrp,  # noqa: PLW1509 -- no thread runs here; its processes end with it, it with our session
             )
         running.append(Running(step, popen, time.monotonic(), given))
+
+
+def collect(running: list[Running], say: Callable[[str], None]) -> dict[str, str]:
+    """Takes out of ``running`` what has ended and ends what is late; by name how each ended, "" for well."""
+    ends = dict[str, str]()
+    for one in tuple(running):
+        one.end_if_late()
+        code = one.popen.poll()
+        if code is None:
+            continue
+        running.remove(one)
+        ends[one.step.name] = "took too long" if one.ended_by_us else "" if code == 0 else f"exit {code}"
+        say(f"{one.step.name}: {ends[one.step.name] or 'done'} after {one.age:.0f} s")
+    return ends
+
+
+@contextlib.contextmanager
+def ended_with_us(lanes: Sequence[list[Running]]) -> Iterator[None]:
+    """Ends at its exit, however that comes, what still runs."""
     try:
-        while running:
-            time.sleep(0.1)
-            for one in tuple(running):
-                one.end_if_late()
-                code = one.popen.poll()
-                if code is None:
-                    continue
-                running.remove(one)
-                ends[one.step.name] = "took too long" if one.ended_by_us else "" if code == 0 else f"exit {code}"
-                say(f"{one.step.name}: {ends[one.step.name] or 'done'} after {one.age:.0f} s")
+        yield
     finally:
-        for one in running:
+        for one in itertools.chain(*lanes):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(one.popen.pid, signal.SIGKILL)
+
+
+def run_batch(
+    batch: Sequence[Step], out: Path, seconds: float, say: Callable[[str], None], command: Command
+) -> dict[str, str]:
+    """Runs the steps side by side for at most ``seconds``; by name how each ended where it did not end well."""
+    running, ends = list[Running](), dict[str, str]()
+    with ended_with_us([running]):
+        start_batch(batch, out, seconds, command, running)
+        while running:
+            time.sleep(0.1)
+            ends |= collect(running, say)
     return {name: how for name, how in ends.items() if how}
 
 
@@ -291,25 +366,47 @@ def run_all(
     *,
     predictions: Path = PREDICTIONS,
     retry: bool = False,
+    gpus: Sequence[str | None] = (None,),
 ) -> dict[str, str]:
-    """Runs what is left, batch by batch, while the time lasts; by name what did not end well in this call."""
+    """Runs what is left, batch by batch in a lane for each of ``gpus``, while the time lasts; by name what did not end well.
+
+    A lane that finds no batch asks again when another lane has ended one.
+    """
     deadline = time.monotonic() + 60 * minutes
     ends: dict[str, str] = {}
     tried: set[str] = set()
-    while True:
+    lanes = [list[Running]() for _ in gpus]
+
+    def start_next(lane: list[Running], gpu: str | None) -> None:
         left = [
             [step for step in batch if step.name not in tried and not step.state(out, retry=retry)[0]]
             for batch in everything
         ]
         seconds = deadline - time.monotonic()
-        batch = next_batch(left, seconds)
+        batch = next_batch(left, seconds, [one.step for other in lanes for one in other])
         if batch is None:
-            return ends
-        tried |= {step.name for step in batch}
-        say(f"{' | '.join(step.name for step in batch)}: about {estimate_s(batch):.0f} s of {seconds:.0f}")
+            return
+        tried.update(step.name for step in batch)
+        where = f" on GPU {gpu}" if len(gpus) > 1 else ""
+        say(f"{' | '.join(step.name for step in batch)}: about {estimate_s(batch):.0f} s of {seconds:.0f}{where}")
         for step in batch:
             seed(step, out, predictions)
-        ends |= run_batch(batch, out, seconds - LAST_S, say, lambda step, given: step.command(out, given, retry=retry))
+        start_batch(batch, out, seconds - LAST_S, lambda step, given: step.command(out, given, retry=retry), lane, gpu)
+
+    with ended_with_us(lanes):
+        is_free = True  # a lane that was not before
+        while True:
+            for lane, gpu in zip(lanes, gpus):
+                if is_free and not lane:
+                    start_next(lane, gpu)
+            if not any(lanes):
+                return {name: how for name, how in ends.items() if how}
+            time.sleep(0.1)
+            is_free = False
+            for lane in lanes:
+                was_running = bool(lane)
+                ends |= collect(lane, say)
+                is_free |= was_running and not lane
 
 
 def predict_all(everything: Sequence[Sequence[Step]], say: Callable[[str], None]) -> dict[str, str]:
@@ -353,6 +450,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=WORK)
     parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps alone")
     parser.add_argument("--retry", action="store_true", help="run also what failed before")
+    parser.add_argument("--gpus", type=int, metavar="N", help="lanes, one GPU each; by default as many as are visible")
     parser.add_argument("--dry-run", action="store_true", help="print the plan and end")
     parser.add_argument(
         "--predict", action="store_true", help="write predictions to docs/predictions and end; needs no GPU"
@@ -367,6 +465,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     names = [step.name for batch in everything for step in batch]
     if unknown := set(args.only or ()) - set(names):
         parser.error(f"--only {', '.join(sorted(unknown))}: there are {', '.join(names)}")
+    seen = visible_gpus()
+    if args.gpus is not None and (args.gpus < 1 or (0 < len(seen) < args.gpus and not args.dry_run)):
+        parser.error(f"--gpus {args.gpus}: from 1 to {max(1, len(seen))} here")
+    gpus = lanes_of(args.gpus, seen)
     everything = tuple(tuple(step for step in batch if step.name in (args.only or names)) for batch in everything)
     everything = tuple(filter(None, everything))
     start, out = time.monotonic(), args.out.resolve()
@@ -382,10 +484,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.fresh and not args.dry_run:
         shutil.rmtree(out, ignore_errors=True)
     left = [[step for step in batch if not step.state(out, retry=args.retry)[0]] for batch in everything]
-    print(plan_text(left, args.minutes, out), flush=True)
+    print(plan_text(left, args.minutes, out, gpus), flush=True)
     if args.dry_run:
         return 0
-    ends = run_all(everything, out, args.minutes, say, retry=args.retry)
+    ends = run_all(everything, out, args.minutes, say, retry=args.retry, gpus=gpus)
     print("", table(everything, out, ends), sep="\n")
     return 0 if all(step.state(out)[0] for batch in everything for step in batch) else 1
 

@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from thunder_fusionfix.measure import STATE, WAITING, Job, join_parent
+from thunder_fusionfix.measure import STATE, WAITING, GpuLock, Job, join_parent
 
 
 def main() -> None:
@@ -20,6 +20,9 @@ def main() -> None:
     join_parent()
     with open(os.environ["STUB_LOG"], "a") as log:
         log.write(f"{job.variant} {os.getpid()}\n")
+    if "STUB_LOCK" in os.environ:  # what it sees, and the lock that it would take
+        with open(os.environ["STUB_LOCK"], "a") as seen:
+            seen.write(f"{os.environ['CUDA_VISIBLE_DEVICES']} {GpuLock().path}\n")
     behaviour = dict(item.split("=") for item in os.environ["STUB"].split(","))[job.variant]
     print(f"{STATE}first step", flush=True)
     record = {

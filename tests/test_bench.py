@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from thunder_fusionfix import bench as bench_module
+from thunder_fusionfix import measure as measure_module
 from thunder_fusionfix.bench import Options, bench, main, results_path
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.measure import GpuLock, replay
@@ -320,6 +321,55 @@ def test_gpu_lock_timing_waits_for_all_who_share_it(tmp_path):
     assert order == ["waiting", "shared ends", "timing", "timed", "shared again"]
     with lock.alone(lambda: order.append("waiting")):
         assert order[-1] == "shared again", "nobody waits for a lock that is free, and nobody says so"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        (None, "0", True),
+        ("1", "1,0", True),
+        ("GPU-bb", "1", True),  # the UUID of the second, or how it begins
+        ("0", "1", False),
+        ("MIG-a", "MIG-b", False),
+    ],
+)
+def test_gpu_lock_is_of_the_first_visible_gpu(monkeypatch, one, other, is_same):
+    """Processes on one GPU share a lock, whatever they call it; those on others do not wait."""
+    monkeypatch.setattr(measure_module, "machine_gpus", lambda: [("0", "GPU-aa-1"), ("1", "GPU-bb-1")])
+    paths = []
+    for visible in (one, other):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        paths.append(GpuLock().path)
+    assert (paths[0] == paths[1]) is is_same
+    assert (GpuLock().beside("float32").path == GpuLock(paths[0]).beside("float32").path) is is_same
+
+
+def test_gpus_are_read_as_nvidia_smi_lists_them(monkeypatch, tmp_path):
+    """Parts of a GPU are no GPUs of their own; where the program is not there, there is nothing to know."""
+    tool = tmp_path / "nvidia-smi"
+    listed = [
+        "GPU 0: NVIDIA H200 (UUID: GPU-aa-1)",
+        "  MIG 1g.18gb Device 0: (UUID: MIG-c)",
+        "GPU 1: H (UUID: GPU-bb-1)",
+    ]
+    tool.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in listed))
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert measure_module.machine_gpus() == [("0", "GPU-aa-1"), ("1", "GPU-bb-1")]
+    tool.unlink()
+    assert measure_module.machine_gpus() == []
+
+
+def test_bench_prediction_locks_the_gpu_that_bench_sees(stub, tmp_path, monkeypatch):
+    """A prediction sees no GPU, and leaves the processor to who times on its bench's all the same."""
+    stub(plain="ok")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    mine, seen = GpuLock().path, tmp_path / "seen"
+    monkeypatch.setenv("STUB_LOCK", str(seen))
+    bench(SPEC, options(tmp_path, "plain", predict=True))
+    assert seen.read_text().splitlines() == [f" {mine}", f"3 {mine}"]
 
 
 # ---------------------------------------------------------------- the allocator's history

@@ -30,9 +30,9 @@ ROOT = Path(__file__).parent.parent
 # ---------------------------------------------------------------- run_all
 
 
-def step(name: str, seconds: float = 10.0, code: str = "", limit_s: float = 60.0) -> Step:
-    """A step that runs ``code``, which finds the results file as ``out``."""
-    return Step(name, seconds, 0.0, limit_s, script=(name, code))
+def step(name: str, seconds: float = 10.0, code: str = "", limit_s: float = 60.0, file: str = "") -> Step:
+    """A step that runs ``code``, which finds the results file as ``out``; it has the name of ``file``, or the step's."""
+    return Step(name, seconds, 0.0, limit_s, script=(file or name, code))
 
 
 WRITE = 'open(out, "w").write(json.dumps({"rows": [{}], "is_complete": True, "source": source}))'
@@ -50,11 +50,21 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     monkeypatch.setattr(Step, "command", command)
 
-    def go(*batches: tuple[Step, ...], minutes: float = 5.0, **options: bool) -> dict[str, str]:
+    def go(*batches: tuple[Step, ...], minutes: float = 5.0, **options: object) -> dict[str, str]:
         go.said = []
         return run_all.run_all(batches, tmp_path, minutes, go.said.append, predictions=tmp_path / "none", **options)
 
     return go
+
+
+def ends_soon(pid: int) -> bool:
+    """Whether the process is gone, or only to be waited for, within 20 s."""
+    stat, deadline = Path(f"/proc/{pid}/stat"), time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.05)
+    return False
 
 
 def test_run_all_a_step_that_fails_or_hangs_stops_no_other(run, tmp_path):
@@ -81,12 +91,7 @@ def test_run_all_interrupted_ends_what_it_started(run, tmp_path, monkeypatch):
     with pytest.raises(SystemExit):
         run((hangs,))
     monkeypatch.undo()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{pid.read_text()}/stat").exists() and time.monotonic() < deadline:
-        if Path(f"/proc/{pid.read_text()}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            break
-        time.sleep(0.05)
-    assert time.monotonic() < deadline
+    assert ends_soon(int(pid.read_text()))
 
 
 def test_run_all_again_runs_only_what_has_no_result(run, tmp_path):
@@ -108,23 +113,122 @@ def test_run_all_takes_the_first_batch_that_fits(run, tmp_path):
     assert not long.state(tmp_path)[0] and short.state(tmp_path)[0]
 
 
+def test_run_all_lanes_run_beside_each_other_and_see_one_gpu_each(run, tmp_path):
+    """Two lanes run at the same time, each with one of the GPUs; a failing and a late step in one stop nothing in the other."""
+    meet = (
+        "import os, pathlib; here = pathlib.Path(out).parent; gpu = os.environ['CUDA_VISIBLE_DEVICES']; "
+        "(here / gpu).touch(); "
+        "exec('while len([*here.glob(\\'GPU-*\\')]) < 2: time.sleep(0.01)'); "
+    )
+    fails, hangs = step("fails", code=meet + "sys.exit(3)"), step("hangs", code="time.sleep(60)", limit_s=1.0)
+    left, after = step("left", code=meet + WRITE), step("after", code=WRITE)
+    ends = run((fails, hangs), (left,), (after,), gpus=("GPU-a", "GPU-b"))
+    assert ends == {"fails": "exit 3", "hangs": "took too long"}
+    assert left.state(tmp_path)[0] and after.state(tmp_path)[0]
+    started = [words for words in run.said if "about" in words]
+    assert [words.rpartition(" ")[2] for words in started] == ["GPU-a", "GPU-b", "GPU-b"], "the free lane went on"
+
+
+def test_run_all_lanes_do_not_write_one_file_at_once(run, tmp_path):
+    """What writes a file that another lane is writing waits until that lane has ended, even where a lane has nothing else."""
+    alone = "import os; handle = os.open(out + '.lock', os.O_CREAT | os.O_EXCL); time.sleep(0.5); os.unlink(out + '.lock'); "
+    one, other = step("one", code=alone, file="same"), step("other", code=alone + WRITE, file="same")
+    assert run((one,), (other,), gpus=("0", "1")) == {}
+    assert other.state(tmp_path)[0] and [words.split(":")[0] for words in run.said] == ["one", "one", "other", "other"]
+
+
+def test_run_all_lanes_end_with_the_command(run, tmp_path, monkeypatch):
+    """An interruption ends what every lane runs."""
+    write = "import os; open(out, 'w').write(str(os.getpid())); time.sleep(60)"
+    lanes = step("one", code=write), step("other", code=write)
+    files = [one.file(tmp_path) for one in lanes]
+
+    def interrupted(seconds: float) -> None:
+        if all(file.exists() and file.read_text() for file in files):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_all.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run((lanes[0],), (lanes[1],), gpus=("0", "1"))
+    monkeypatch.undo()
+    assert all(ends_soon(int(file.read_text())) for file in files)
+
+
+@pytest.mark.parametrize(
+    ("visible", "number", "lanes"),
+    [
+        (("0", "1"), None, ("0", "1")),
+        (("3", "5"), 1, ("3",)),
+        ((), None, (None,)),
+        ((), 2, ("0", "1")),  # of a plan
+    ],
+)
+def test_run_all_has_a_lane_for_each_gpu(visible, number, lanes):
+    """By default all that are visible, and one that changes nothing where there are none."""
+    assert run_all.lanes_of(number, visible) == lanes
+
+
+def test_run_all_sees_the_gpus_that_its_steps_would_see(monkeypatch):
+    """CUDA's variable comes first, and ends at the first name that is none, as CUDA reads it; else all of the machine's."""
+    monkeypatch.setattr(run_all, "machine_gpus", lambda: [("0", "GPU-a"), ("1", "GPU-b")])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert run_all.visible_gpus() == ("0", "1")
+    for visible, names in {"": (), "-1": (), "2, 3": ("2", "3"), "1,-1,0": ("1",), "GPU-b": ("GPU-b",)}.items():
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert run_all.visible_gpus() == names
+
+
+def test_run_all_more_lanes_than_gpus_are_refused_but_planned(monkeypatch, tmp_path, capsys):
+    """Two lanes on one GPU would time each other; a plan may be made anywhere."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    for number in ("0", "2"):
+        with pytest.raises(SystemExit):
+            run_all.main(["--gpus", number, "--out", str(tmp_path)])
+        assert "from 1 to 1" in capsys.readouterr().err
+    assert run_all.main(["--gpus", "2", "--dry-run", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "GPU 0:" in shown and "GPU 1:" in shown
+
+
+def names_of(call: list[run_all.Planned], lane: int = 0) -> list[str]:
+    return [one.name for planned in call for one in planned.batch if planned.lane == lane]
+
+
 def test_calls_cover_all_batches_and_keep_to_the_minutes():
     """The plan says what runs in which call; what fits into none is said."""
     batches = [(step("a", 300.0), step("b", 200.0)), (step("c", 150.0),), (step("d", 900.0),), (step("e", 250.0),)]
     planned = list(calls(batches, 9.0))
-    assert [[one.name for batch in taken for one in batch] for taken in planned] == [["a", "b", "c"], ["e"]]
-    assert all(sum(map(estimate_s, taken)) <= 9 * 60 for taken in planned)
+    assert [names_of(call) for call in planned] == [["a", "b", "c"], ["e"]]
+    assert all(sum(estimate_s(one.batch) for one in call) <= 9 * 60 for call in planned)
     text = plan_text(batches, 9.0, Path("out"))
     assert "call 2" in text and "in no call of 9 minutes: d" in text
     assert plan_text([], 9.0, Path("out")) == "nothing is left"
 
 
-def test_run_all_every_batch_fits_into_one_call():
+def test_calls_give_each_lane_the_next_batch_when_it_is_free():
+    """Two lanes share a call: none waits for the other, and none writes the other's file at the same time."""
+    batches = [(step("a", 300.0),), (step("b", 100.0),), (step("c", 100.0, file="a"),), (step("d", 100.0),)]
+    (call,) = calls(batches, 9.0, 2)
+    assert (names_of(call, 0), names_of(call, 1)) == (["a", "c"], ["b", "d"])
+    assert max(one.end_s for one in call) <= 9 * 60
+    text = plan_text(batches, 9.0, Path("out"), ("0", "1"))
+    assert "call 1: 7.2 of 9 minutes" in text and "GPU 0: 7.2 minutes" in text and "GPU 1: 3.8 minutes" in text
+
+
+@pytest.mark.parametrize("lanes", [1, 2, 8])
+def test_run_all_every_batch_fits_into_one_call(lanes):
     """No step of the real plan needs more than the ten minutes that a call may take."""
     real = run_all.batches()
-    assert sum(map(len, calls(real, 9.0))) == len(real)
+    planned = [one.batch for call in calls(real, 9.0, lanes) for one in call]
+    assert sorted(map(real.index, planned)) == list(range(len(real)))
     names = [one.name for batch in real for one in batch]
     assert len(names) == len(set(names))
+
+
+def test_run_all_no_two_steps_of_a_batch_write_one_file():
+    """Steps of a batch run side by side: the second writer of a file would be refused."""
+    for batch in run_all.batches():
+        assert len({one.file(Path("out")) for one in batch}) == len(batch)
 
 
 @pytest.mark.parametrize("step", [one for batch in run_all.batches() for one in batch], ids=lambda step: step.name)

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from thunder_fusionfix.errors import FusionFixError, UsageError
-from thunder_fusionfix.measure import STATE, WAITING, Job, now
+from thunder_fusionfix.measure import LOCKED_GPU, STATE, WAITING, Job, now, visible_gpu
 from thunder_fusionfix.model_names import NAMES, check_name
 from thunder_fusionfix.predict import resolved
 from thunder_fusionfix.results import (
@@ -356,6 +356,7 @@ def _start(task: _Task, scratch: Path, progress: Progress) -> _Process:
     out = scratch / f"{task.job.variant}-{task.what}.json"
     environment = dict(os.environ)
     if task.what == PREDICT:
+        environment[LOCKED_GPU] = visible_gpu()  # it takes no processor from who times there
         environment["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a prediction comes from a GPU
     else:  # a first step compiles everything: nothing is found that another variant, or an earlier run, left on disk
         environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / f"{task.job.variant}-cache")

@@ -14,7 +14,7 @@ In order, and why so:
 2. Steps with the allocator's own counters read between forward and backward. Several processes may do this at once.
 3. One step with the allocator's history on, replayed to a curve: what is alive at the peak, and at the start of the
 backward. 4. One step under the profiler: kernels by name, launches. 5. Timed steps, with CUDA events, alone on the
-machine: `GpuLock`. 6. Loss and gradients from fresh gradients, then the same in float32 without a compiler.
+GPU: `GpuLock`. 6. Loss and gradients from fresh gradients, then the same in float32 without a compiler.
 
 After each of these the record is in OUT, as `CUT`: a process that is ended early leaves what it had measured by then.
 
@@ -34,7 +34,9 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import statistics
+import subprocess
 import sys
 import tempfile
 import threading
@@ -233,17 +235,45 @@ def make_optimizer(name: str, program: Program) -> Any | None:
     return None
 
 
-# ---------------------------------------------------------------- alone on the machine
+# ---------------------------------------------------------------- alone on the GPU
+
+
+LOCKED_GPU = "FUSIONFIX_LOCKED_GPU"  # environment of a process that sees no GPU: `visible_gpu` of who started it
+
+
+def visible_gpu() -> str:
+    """The GPU that torch's device 0 is, as this machine counts them: "0", or a UUID of a part of one.
+
+    Read from the environment alone, so a process that has not started CUDA may ask.
+    """
+    if locked := os.environ.get(LOCKED_GPU):
+        return locked
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    first = "0" if visible is None else visible.split(",")[0].strip()
+    if first.startswith("GPU-"):  # other processes may know the same one by its number
+        return next((number for number, uuid in machine_gpus() if uuid.startswith(first)), first)
+    return first.lstrip("0") or "0" if first.isdigit() else first
+
+
+def machine_gpus() -> list[tuple[str, str]]:
+    """Number and UUID of every GPU of this machine; none where ``nvidia-smi`` does not say."""
+    try:
+        asked = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return re.findall(r"^GPU (\d+): .*\(UUID: (GPU-[^)]+)\)", asked.stdout, re.MULTILINE)
 
 
 class GpuLock:
-    """Many may measure memory at once; who measures time is alone.
+    """Many may measure memory at once; who measures time is alone on its GPU.
 
     A readers-writer lock on a file, so it holds between processes that know nothing of each other, and ends with them.
+    By default each GPU has one, so processes on different GPUs of a machine do not wait for each other.
     """
 
     def __init__(self, path: Path | None = None) -> None:
-        self.path = path or Path(tempfile.gettempdir()) / "thunder_fusionfix-gpu.lock"
+        name = re.sub(r"[^\w.-]", "_", visible_gpu()) or "none"
+        self.path = path or Path(tempfile.gettempdir()) / f"thunder_fusionfix-gpu-{name}.lock"
 
     def shared(self, waiting: Callable[[], None] = lambda: None) -> contextlib.AbstractContextManager[None]:
         """The lock beside others; ``waiting`` is called where it is not free at once."""
