@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thunder_fusionfix.results import OK, Run, Spec, machine, measured_of, megabytes
-from thunder_fusionfix.variants import OURS, VARIANTS
+from thunder_fusionfix.variants import OURS, find, ordered
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
 BEGIN, END = "<!-- results: python benchmarks/results_table.py --write README.md -->", "<!-- end of results -->"
@@ -72,9 +72,9 @@ def table(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
             "| variant | peak MB | of plain | step ms | of plain | predicted peak | gradient distance |",
             "|---|---|---|---|---|---|---|",
         )
-        for name in filter(run.variants.__contains__, VARIANTS):
+        for name in ordered(run.variants):
             status = run.variants[name].get("status", "not measured")
-            label = VARIANTS[name].label + ("" if status == OK else f" ({status})")
+            label = find(name).label + ("" if status == OK else f" ({status})")
             yield f"| {label} | " + " | ".join(_cells(run, name, plain)) + " |"
         yield ""
 
@@ -113,6 +113,8 @@ def _ratio_text(ratio: float | None) -> str:
 def goals(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
     """A row for each goal and run that it is about: which variant stands for us, its ratio, whether it is met.
 
+    No variant with options of its own stands for us: one under a memory budget gives time for memory on purpose.
+
     A goal about one model that cannot be judged is a row too, with what is missing.
     """
     yield "| goal | model | variant | reached | |"
@@ -122,7 +124,7 @@ def goals(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
         for run in about:
             yield from _goal_rows(goal, run, runs)
         if not about:
-            label = VARIANTS[goal.against[0]].label
+            label = find(goal.against[0]).label
             yield f"| {goal.aim} x {label} | {goal.model.removesuffix('-')} | - | - | not measured |"
 
 
@@ -134,26 +136,26 @@ def _goal_rows(goal: Goal, run: Run, runs: Sequence[tuple[str, Run]]) -> Iterato
         if not goal.of_all:
             missing = RECOMMENDED[0] if theirs else goal.against[0]
             status = run.variants.get(missing, {}).get("status", "not measured")
-            why = f"{VARIANTS[missing].label}: {f'no {goal.quantity}' if status == OK else status}"
+            why = f"{find(missing).label}: {f'no {goal.quantity}' if status == OK else status}"
             yield f"| {goal.aim} x {whose} | {run.spec.title} | - | - | not measured ({why}) |"
         return
     shown = next(name for name in RECOMMENDED if name in reached)
     if goal.of_all:
         shown = max(reached, key=lambda name: reached[name])
     verdict = "met" if reached[shown] <= goal.at_most else "**missed**"
-    yield f"| {goal.aim} x {whose} | {run.spec.title} | {VARIANTS[shown].label} | {reached[shown]:.3f} | {verdict} |"
+    yield f"| {goal.aim} x {whose} | {run.spec.title} | {find(shown).label} | {reached[shown]:.3f} | {verdict} |"
 
 
 def _opponent(goal: Goal, run: Run, runs: Sequence[tuple[str, Run]]) -> tuple[float | None, str]:
     """The quantity to compare with, and whose it is: the first variant measured, or else extrapolated over the layers."""
     for name in goal.against:
         if value := _quantity(goal.quantity, measured_of(run, name)):
-            return value, VARIANTS[name].label
+            return value, find(name).label
     for name in goal.against:
         value, layers = _extrapolated(goal.quantity, name, run.spec, runs)
         if value:
-            return value, f"{VARIANTS[name].label} (a line through {layers} layers)"
-    return None, VARIANTS[goal.against[0]].label
+            return value, f"{find(name).label} (a line through {layers} layers)"
+    return None, find(goal.against[0]).label
 
 
 def _extrapolated(quantity: str, name: str, spec: Spec, runs: Sequence[tuple[str, Run]]) -> tuple[float | None, str]:
@@ -177,7 +179,7 @@ def predictions(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
         for name, prediction in run.predictions.items():
             peak = measured_of(run, name).get("peak_bytes")
             if peak and prediction.get("peak_bytes") and not prediction.get("is_lower_bound"):
-                off[f"{run.spec.title}, {VARIANTS[name].label}"] = prediction["peak_bytes"] / peak - 1
+                off[f"{run.spec.title}, {find(name).label}"] = prediction["peak_bytes"] / peak - 1
     if not off:
         return
     good = sum(abs(miss) <= PREDICTION_WITHIN for miss in off.values())

@@ -23,7 +23,7 @@ def main() -> None:
     if "STUB_LOCK" in os.environ:  # what it sees, and the lock that it would take
         with open(os.environ["STUB_LOCK"], "a") as seen:
             seen.write(f"{os.environ['CUDA_VISIBLE_DEVICES']} {GpuLock().path}\n")
-    behaviour = dict(item.split("=") for item in os.environ["STUB"].split(","))[job.variant]
+    behaviour = dict(item.rsplit("=", 1) for item in os.environ["STUB"].split(","))[job.variant]
     print(f"{STATE}first step", flush=True)
     record = {
         "status": "ok",

@@ -17,7 +17,8 @@ from thunder_fusionfix import bench as bench_module
 from thunder_fusionfix import measure as measure_module
 from thunder_fusionfix.bench import Options, bench, main, results_path
 from thunder_fusionfix.errors import UsageError
-from thunder_fusionfix.measure import GpuLock, replay
+from thunder_fusionfix.measure import GpuLock, replay, thunder_options
+from thunder_fusionfix.predict import as_record, predict
 from thunder_fusionfix.results import (
     CUT,
     FAILED,
@@ -32,6 +33,7 @@ from thunder_fusionfix.results import (
     plain_table,
     ratios,
 )
+from thunder_fusionfix.variants import find
 
 SPEC = Spec("file.py:build")
 
@@ -43,7 +45,8 @@ def stub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     def behave(**variants: str) -> None:
         log.write_text("")
-        monkeypatch.setenv("STUB", ",".join(f"{name.replace('_', '-')}={what}" for name, what in variants.items()))
+        names = {name if ":" in name else name.replace("_", "-"): what for name, what in variants.items()}
+        monkeypatch.setenv("STUB", ",".join(f"{name}={what}" for name, what in names.items()))
 
     def started() -> list[str]:
         return [line.split()[0] for line in log.read_text().splitlines()]
@@ -95,6 +98,62 @@ def test_bench_changed_source_measures_fusionfix_again_and_plain_not(stub, tmp_p
     monkeypatch.setattr(bench_module, "source_digest", lambda: "another")
     bench(SPEC, options(tmp_path, "plain", "transform"))
     assert stub.started() == ["plain", "transform", "transform"]
+
+
+BUDGET = "both:fusionfix_memory_budget=37.7GB+fusionfix_reorder=False"
+
+
+def test_bench_variant_with_options_is_one_of_its_own(stub, tmp_path):
+    """It stands beside the one without in file, table, ratios, notes and picture, and is measured where that is there."""
+    stub(both="ok", plain="ok")
+    bench(SPEC, options(tmp_path, "both", "plain"))
+    stub(**{BUDGET: "ok", "both:fusionfix_reorder=False": "crash", "both": "crash"})
+    bench(SPEC, options(tmp_path, BUDGET, "both"))
+    assert stub.started() == [BUDGET]
+    run = bench(SPEC, options(tmp_path, BUDGET, "both:fusionfix_reorder=False"))
+    assert {name: record["status"] for name, record in run.variants.items()} == {
+        **dict.fromkeys(("both", "plain", BUDGET), OK),
+        "both:fusionfix_reorder=False": FAILED,
+    }
+    label = "fusionfix, transform and entry, fusionfix_memory_budget=37.7GB, fusionfix_reorder=False"
+    shown = markdown(run).splitlines()
+    assert [line.split(" | ")[0] for line in shown if line.startswith("| ")][1:] == [
+        "| plain Thunder",
+        "| fusionfix, transform and entry",
+        f"| {label}",
+        "| fusionfix, transform and entry, fusionfix_reorder=False (failed)",
+    ]
+    assert f"- {label}, peak / step against plain Thunder 1.000 / 1.000" in shown
+    assert any(
+        line.startswith("- fusionfix, transform and entry, fusionfix_reorder=False: failed: exit") for line in shown
+    )
+    assert draw(run, tmp_path / "p.png")
+
+
+def test_bench_predicts_a_variant_with_options(stub, tmp_path):
+    """Its prediction is kept under its own name, before its measurement."""
+    stub(**{BUDGET: "ok"})
+    run = bench(SPEC, options(tmp_path, BUDGET, predict=True))
+    assert list(run.predictions) == list(run.variants) == [BUDGET] and stub.started() == [BUDGET, BUDGET]
+
+
+def test_variant_with_options_gives_them_to_thunder():
+    """Ours and Thunder's beside what the variant has already; a word that is no number, True, False or None is text."""
+    found = find("plain-shape-only:nv_store_fusion_inputs=True+other=none+more=-3+nothing=None")
+    wanted = {"nv_store_fusion_inputs": True, "other": "none", "more": -3, "nothing": None}
+    given = thunder_options(found)
+    assert {**wanted, "nv_enable_shape_only_fusion": True}.items() <= given.items()
+    assert given["executors"] == find("plain").executors and given["transforms"] == []
+    assert thunder_options(find("transform:fusionfix_reorder=False"))["fusionfix_reorder"] is False
+
+
+def test_variant_with_options_reaches_the_passes():
+    """Without the passes that a variant switches off, the loss needs what it needs under plain Thunder."""
+    off = "transform:fusionfix_unfuse_layouts=False+fusionfix_ignore_cut_rows=False"
+    plain, without, with_all = (
+        predict(Spec("causal-lm-loss"), name).step.peak_bytes for name in ("plain", off, "transform")
+    )
+    assert plain == without > with_all
 
 
 def test_bench_variant_over_its_time_is_killed_and_said(stub, tmp_path):
@@ -265,6 +324,16 @@ def test_bench_without_gpu_refuses_with_one_line_and_exit_code_2(tmp_path, capsy
         (["qwen2.5-7b", "--layers", "0"], "layers"),
         (["causal-lm-loss", "--layers", "2"], "layers"),
         (["qwen2.5-7b", "--variants", "fastest"], "fastest"),
+        (["qwen2.5-7b", "--variants", "plain,fastest:a=1"], "'fastest'"),
+        (["qwen2.5-7b", "--variants", "both:fusionfix_reorder"], "'fusionfix_reorder' is no OPTION=VALUE"),
+        (["qwen2.5-7b", "--variants", "both:fusionfix_reorder=False+"], "'' is no OPTION=VALUE"),
+        (["qwen2.5-7b", "--variants", "both:"], "'' is no OPTION=VALUE"),
+        (["qwen2.5-7b", "--variants", "both:a=1+a=2"], "option a is given twice"),
+        (["qwen2.5-7b", "--variants", "both:fusionfix_fastest=1"], "no option 'fastest'"),
+        (["qwen2.5-7b", "--variants", "both:fusionfix_memory_budget=37.7XB"], "memory_budget: '37.7XB'"),
+        (["qwen2.5-7b", "--variants", "both:fusionfix_reorder=maybe"], "reorder='maybe'"),
+        (["qwen2.5-7b", "--variants", "plain:fusionfix_reorder=False"], "nothing in 'plain' reads fusionfix_reorder"),
+        (["qwen2.5-7b", "--variants", "eager:nv_store_fusion_inputs=True"], "does not compile 'eager'"),
         (["qwen2.5-7b", "--jobs", "0"], "jobs"),
         (["qwen2.5-7b", "--timeout", "0"], "timeout"),
         (["qwen2.5-7b", "--budget", "-1"], "budget"),

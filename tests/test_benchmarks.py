@@ -389,6 +389,20 @@ def test_results_table_shows_what_is_missing():
     assert any("layers28" in row and row.endswith("| not measured |") for row in goals)
 
 
+def test_results_table_shows_a_variant_with_options_that_stands_for_no_goal():
+    """A budget gives time for memory on purpose: what it costs is a row, and no goal is met or missed by it."""
+    budget = "both:fusionfix_memory_budget=1GB"
+    slug, run = result(8, plain=measured(20, 50.0), both=measured(17, 50.0))
+    run.variants[budget] = measured(10, 90.0)
+    run.predictions[budget] = {"peak_bytes": 12e9}
+    text = [*results_table.table([(slug, run)]), *results_table.predictions([(slug, run)])]
+    label = "fusionfix, transform and entry, fusionfix_memory_budget=1GB"
+    assert f"| {label} | 10,000 | 0.500 | 90.0 | 1.800 | +20.0% | - |" in text
+    assert any(line.startswith("- **missed**:") and line.endswith(f"{label}: +20.0%") for line in text)
+    goals = list(results_table.goals([(slug, run)]))
+    assert not any(label in row for row in goals) and any("0.850" in row for row in goals)
+
+
 def test_results_table_extrapolates_what_does_not_end():
     """Where a variant has no run with all layers, a line through fewer layers stands for it, and that is said."""
     runs = [result(n, torchcompile=measured(2 + n, 10.0 * n)) for n in (4, 8, 12)]

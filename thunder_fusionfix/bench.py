@@ -55,7 +55,7 @@ from thunder_fusionfix.results import (
     plain_table,
 )
 from thunder_fusionfix.step import OPTIMIZERS
-from thunder_fusionfix.variants import DEFAULT, VARIANTS, find
+from thunder_fusionfix.variants import DEFAULT, VARIANTS, WRITTEN, find
 
 OUT = Path("fusionfix-out/bench")
 PREDICT_TIMEOUT_S = 900.0
@@ -188,7 +188,7 @@ def is_done(record: dict[str, Any] | None, variant: str, options: Options) -> bo
         return False
     if record.get("status") != OK:
         return not options.retry and record.get("source") == source_digest()
-    return not VARIANTS[variant].is_ours or record.get("source") == source_digest()
+    return not find(variant).is_ours or record.get("source") == source_digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +212,7 @@ def _tasks(run: Run, options: Options, *, measuring: bool) -> list[_Task]:
         _Task(PREDICT, job, PREDICT_TIMEOUT_S)
         for job in jobs
         if options.predict
-        and VARIANTS[job.variant].executors is not None
+        and find(job.variant).executors is not None
         and run.predictions.get(job.variant, {}).get("source") != source
     ]
     return predict + ([_Task(MEASURE, job, options.timeout_s) for job in jobs] if measuring else [])
@@ -353,13 +353,14 @@ def _startable(waiting: Sequence[_Task], running: Sequence[_Process]) -> list[_T
 
 
 def _start(task: _Task, scratch: Path, progress: Progress) -> _Process:
-    out = scratch / f"{task.job.variant}-{task.what}.json"
+    name = "".join(char if char.isalnum() or char in "-." else f"_{ord(char):x}_" for char in task.job.variant)
+    out = scratch / f"{name}-{task.what}.json"
     environment = dict(os.environ)
     if task.what == PREDICT:
         environment[LOCKED_GPU] = visible_gpu()  # it takes no processor from who times there
         environment["CUDA_VISIBLE_DEVICES"] = ""  # nothing of a prediction comes from a GPU
     else:  # a first step compiles everything: nothing is found that another variant, or an earlier run, left on disk
-        environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / f"{task.job.variant}-cache")
+        environment["TORCHINDUCTOR_CACHE_DIR"] = str(scratch / f"{name}-cache")
     popen = subprocess.Popen(
         [sys.executable, "-m", task.what, task.job.to_json(), str(out)],
         stdin=subprocess.PIPE,  # closed when we end: the worker ends then
@@ -435,7 +436,9 @@ def parser() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name}", type=int, help=words)
     parser.add_argument("--optimizer", default="none", choices=tuple(OPTIMIZERS), help="what follows the backward")
     parser.add_argument(
-        "--variants", default=",".join(DEFAULT), help=f"some of {', '.join(VARIANTS)}, with commas between"
+        "--variants",
+        default=",".join(DEFAULT),
+        help=f"some of {', '.join(VARIANTS)}, with commas between; each {WRITTEN}: both:fusionfix_memory_budget=32GB",
     )
     parser.add_argument("--out", type=Path, default=OUT, help="directory of the results files")
     parser.add_argument("--steps", type=int, default=20, help="timed steps")
@@ -479,7 +482,7 @@ def command(spec: Spec, options: Options, *, measuring: bool = True, line: str =
     path = results_path(run.spec, options.out)
     print("written:", *(str(file) for end in (".json", ".md", ".png") if (file := path.with_suffix(end)).exists()))
     records = run.variants if measuring else run.predictions
-    wanted = [name for name in options.variants if measuring or VARIANTS[name].executors is not None]
+    wanted = [name for name in options.variants if measuring or find(name).executors is not None]
     return 0 if all(records.get(name, {}).get("status") == OK for name in wanted) else 1
 
 
@@ -499,7 +502,7 @@ def _shown_progress() -> Iterator[Progress]:
     if not sys.stdout.isatty():
         start = time.monotonic()
         yield lambda variant, state: print(
-            f"[{time.monotonic() - start:6.1f} s] {VARIANTS[variant].label}: {state}", flush=True
+            f"[{time.monotonic() - start:6.1f} s] {find(variant).label}: {state}", flush=True
         )
         return
     from rich.progress import Progress as Bars
@@ -517,7 +520,7 @@ def _shown_progress() -> Iterator[Progress]:
 
         def progress(variant: str, state: str) -> None:
             if variant not in tasks:
-                tasks[variant] = bars.add_task(VARIANTS[variant].label, total=1, state=state)
+                tasks[variant] = bars.add_task(find(variant).label, total=1, state=state)
             bars.update(tasks[variant], state=state, completed=int(state in ends))
 
         yield progress

@@ -53,7 +53,7 @@ from typing import TYPE_CHECKING, Any
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.results import CUT, FAILED, OK, OUT_OF_MEMORY, SKIPPED, Spec
 from thunder_fusionfix.step import OPTIMIZERS
-from thunder_fusionfix.variants import SHARED, VARIANTS, Variant
+from thunder_fusionfix.variants import SHARED, VARIANTS, Variant, find
 
 if TYPE_CHECKING:  # `bench` imports this module and needs no torch
     import torch
@@ -147,7 +147,7 @@ def thunder_options(variant: Variant) -> dict[str, Any]:
         if importlib.util.find_spec("thunder_fusionfix.executor") is None:
             raise Missing("this release has no executor entry `fusionfix`")
         importlib.import_module("thunder_fusionfix.executor")  # registers it
-    if variant.options == SHARED:
+    if any(variant.options.get(name) == value for name, value in SHARED.items()):
         from thunder_fusionfix.share import install
 
         install()
@@ -343,7 +343,7 @@ def measure(
         with lock.shared(lambda: enter(WAITING)):
             enter("building the model")
             program = build(job.spec)
-            call, ours = compiled(program.fn, VARIANTS[job.variant])
+            call, ours = compiled(program.fn, find(job.variant))
             kept = OPTIMIZERS[job.spec.optimizer].keeps_gradients
             step = Step(call, program, make_optimizer(job.spec.optimizer, program), kept)
             enter("first step")

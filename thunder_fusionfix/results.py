@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from thunder_fusionfix.errors import UsageError
-from thunder_fusionfix.variants import OTHERS, OURS, VARIANTS
+from thunder_fusionfix.variants import find, is_variant, ordered
 
 SCHEMA = 1
 MB = 1_000_000
@@ -143,14 +143,14 @@ COLUMNS = (
 
 def rows(run: Run) -> list[tuple[str, ...]]:
     """The cells of one run's table, a row for each variant that was tried, under `COLUMNS`."""
-    return [_row(run, name) for name in VARIANTS if name in run.variants or name in run.predictions]
+    return [_row(run, name) for name in ordered((*run.variants, *run.predictions))]
 
 
 def _row(run: Run, name: str) -> tuple[str, ...]:
     record, measured = run.variants.get(name, {}), measured_of(run, name)
     shown = _cells(measured, run.predictions.get(name, {}))
     status = record.get("status", "not measured")
-    return (VARIANTS[name].label + ("" if status == OK else f" ({status})"), *shown)
+    return (find(name).label + ("" if status == OK else f" ({status})"), *shown)
 
 
 def _cells(measured: Mapping[str, Any], prediction: Mapping[str, Any]) -> tuple[str, ...]:
@@ -190,11 +190,11 @@ def _number(value: float | None, digits: int) -> str:
 
 def ratios(run: Run) -> list[str]:
     """Peak and step of each fusionfix variant against each other variant, one line a fusionfix variant."""
-    lines = []
-    for name in OURS:
+    lines, names = [], ordered(run.variants)
+    for name in (name for name in names if find(name).is_ours):
         mine = measured_of(run, name)
         parts = []
-        for other in OTHERS:
+        for other in (name for name in names if not find(name).is_ours):
             theirs = measured_of(run, other)
             if mine.get("peak_bytes") and theirs.get("peak_bytes"):
                 peak = mine["peak_bytes"] / theirs["peak_bytes"]
@@ -203,14 +203,14 @@ def ratios(run: Run) -> list[str]:
                     if mine.get("step_ms") and theirs.get("step_ms")
                     else None
                 )
-                parts.append(f"{VARIANTS[other].label} {peak:.3f} / {'-' if step is None else f'{step:.3f}'}")
+                parts.append(f"{find(other).label} {peak:.3f} / {'-' if step is None else f'{step:.3f}'}")
         if parts:
-            lines.append(f"{VARIANTS[name].label}, peak / step against " + ", ".join(parts))
+            lines.append(f"{find(name).label}, peak / step against " + ", ".join(parts))
     return lines
 
 
 def _label(name: str) -> str:
-    return VARIANTS[name].label if name in VARIANTS else name
+    return find(name).label if is_variant(name) else name
 
 
 def notes(run: Run) -> list[str]:
@@ -281,7 +281,7 @@ def draw(run: Run, path: Path) -> bool:
     A ring where it was predicted shows how far the prediction is off.
     """
     points = []
-    for name in VARIANTS:
+    for name in ordered(run.variants):
         measured = measured_of(run, name)
         if measured.get("peak_bytes") and measured.get("step_ms"):
             points.append((name, measured["step_ms"]["median"], measured["peak_bytes"] / 1e9))
@@ -292,7 +292,7 @@ def draw(run: Run, path: Path) -> bool:
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     axes = figure.add_subplot()
     for name, milliseconds, gigabytes in points:
-        color = _GREEN if name in OURS else _RED if name.startswith("plain") else _GREY
+        color = _GREEN if find(name).is_ours else _RED if name.startswith("plain") else _GREY
         predicted = run.predictions.get(name, {}).get("peak_bytes")
         if predicted is not None:
             axes.plot(milliseconds, predicted / 1e9, "o", markersize=13, markerfacecolor="none", markeredgecolor=color)
@@ -324,7 +324,7 @@ def _name_points(axes: Any, points: Sequence[tuple[str, float, float]]) -> None:
         used.append((x, at))
         is_right = x > left + 0.6 * (right - left) and right > left
         axes.annotate(
-            VARIANTS[name].label,
+            find(name).label,
             (x, y),
             (x, at),
             textcoords="data",
