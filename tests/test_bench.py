@@ -18,7 +18,7 @@ from thunder_fusionfix import measure as measure_module
 from thunder_fusionfix.bench import Options, bench, main, results_path
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.measure import GpuLock, replay, thunder_options
-from thunder_fusionfix.predict import as_record, predict
+from thunder_fusionfix.predict import predict
 from thunder_fusionfix.results import (
     CUT,
     FAILED,
