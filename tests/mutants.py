@@ -19,6 +19,7 @@ NOTHING = Allow()
 REORDER = Allow(may_reorder=True)
 REWRITE = Allow(may_rewrite_regions=True)
 SPLIT = Allow(may_split_regions=True)
+OWN_COTANGENTS = Allow(may_own_cotangents=True)
 MASK = Allow(may_rewrite_regions=True, may_add=frozenset({"full", "where"}))
 
 
@@ -139,6 +140,8 @@ def backward_fn(saved_for_backward, cotangents):
   del labels, logits, t57, t56, t54, t55
   return (t44, None)
 """
+
+OWNED_BACKWARD = edited(LOSS_BACKWARD, ("  t57, = cotangents", "  own_cotangents(cotangents)\n  t57, = cotangents"))
 
 LOSS_BACKWARD_FIXED = edited(
     LOSS_BACKWARD[: LOSS_BACKWARD.index("  [t44] = ")]
@@ -471,6 +474,7 @@ LEGAL: tuple[Pair, ...] = (
         ),
         REWRITE,
     ),
+    Pair("the cotangents are taken over", LOSS_BACKWARD, OWNED_BACKWARD, OWN_COTANGENTS),
     Pair(
         "a region of layouts only is dissolved",
         region("t0 = prims.transpose(x, (0, 2, 1))", "t9 = prims.reshape(t0, (8, 3))"),
@@ -623,6 +627,40 @@ BROKEN: tuple[Mutant, ...] = (
     Mutant(
         "a new value that is never deleted", LOSS_FORWARD.replace("  return", "  del t53\n  return").replace("(t53,)", "()"),
         edited(LOSS_FORWARD_FIXED, ("  del t60\n", "")).replace("  return", "  del t53\n  return").replace("(t53,)", "()"), REWRITE, "deletes",
+    ),
+    # ---- ownership
+    Mutant("cotangents taken over unasked", LOSS_BACKWARD, OWNED_BACKWARD, REWRITE, "unpacking"),
+    Mutant("cotangents not taken over any more", OWNED_BACKWARD, LOSS_BACKWARD, OWN_COTANGENTS, "unpacking"),
+    Mutant(
+        "saved tensors taken over, which an earlier part may have saved too",
+        LOSS_BACKWARD,
+        edited(LOSS_BACKWARD, ("  C0, C1, = saved", "  own_cotangents(saved_for_backward)\n  C0, C1, = saved")),
+        OWN_COTANGENTS,
+        "ownership",
+    ),
+    Mutant(
+        "cotangents taken over once they are unpacked, so that names still have the engine's",
+        LOSS_BACKWARD,
+        edited(
+            LOSS_BACKWARD,
+            ("  clear_mutable_collection(cotangents)", "  own_cotangents(cotangents)\n  clear_mutable_collection(cotangents)"),
+        ),
+        OWN_COTANGENTS,
+        "ownership",
+    ),
+    Mutant(
+        "cotangents taken over twice",
+        OWNED_BACKWARD,
+        edited(OWNED_BACKWARD, ("  t57, = cotangents", "  own_cotangents(cotangents)\n  t57, = cotangents")),
+        OWN_COTANGENTS,
+        "ownership",
+    ),
+    Mutant(
+        "a tensor taken over",
+        LOSS_BACKWARD,
+        edited(LOSS_BACKWARD, ("  [t44] = nvFusion1(", "  own_cotangents(t57)\n  [t44] = nvFusion1(")),
+        OWN_COTANGENTS,
+        "ownership",
     ),
     # ---- effects
     Mutant(

@@ -10,8 +10,22 @@ from helpers import GraphBuilder, with_deletes
 from strategies import random_graph
 
 from thunder_fusionfix.apply import apply_to_graph, inputs_of
-from thunder_fusionfix.model import CLEAR, DEL, Const, Graph, NewOp, Op, Part, Placed, Plan, Ref, RegionEdit
-from thunder_fusionfix.simulate import Prices
+from thunder_fusionfix.model import (
+    CLEAR,
+    DEL,
+    OWN,
+    UNPACK,
+    Const,
+    Graph,
+    NewOp,
+    Op,
+    Part,
+    Placed,
+    Plan,
+    Ref,
+    RegionEdit,
+)
+from thunder_fusionfix.simulate import Prices, hold_cotangents
 from thunder_fusionfix.verify import check_graph
 
 SHAPE = (64,)
@@ -35,6 +49,20 @@ def test_apply_empty_plan_gives_the_graph() -> None:
     """Nothing to do returns the same object."""
     graph = two_in_one()
     assert apply_to_graph(graph, Plan()) is graph
+
+
+def test_apply_owned_cotangents_are_no_longer_held() -> None:
+    """The statement stands before the unpacking, and a ``del`` of what is unpacked frees from then on."""
+    build = GraphBuilder("backward")
+    build.collection("saved_for_backward", build.value("y", SHAPE), arg=True)
+    build.collection("cotangents", build.value("g", SHAPE), arg=True)
+    build.op("torch.mul", Ref("y"), Ref("g"), out="a", shape=SHAPE)
+    graph = hold_cotangents(build.delete(Ref("y"), Ref("g")).returns(Ref("a"), held=("y",)))
+    assert graph.held == {"y", "g"}
+    owned = apply_to_graph(graph, Plan(owned=("cotangents",)))
+    assert owned.held == hold_cotangents(owned).held == {"y"}
+    assert [op.id for op in owned.ops if op.inputs == ("cotangents",)] == [OWN, UNPACK, CLEAR, DEL]
+    check_graph(owned)
 
 
 def test_apply_split_names_inputs_and_outputs() -> None:

@@ -11,7 +11,7 @@ import pytest
 from helpers import BF16, GraphBuilder, slow_replay, with_deletes
 from strategies import random_graph
 
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, Graph, Holder, Op, Ref, Value
+from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Graph, Holder, Op, Ref, Value
 from thunder_fusionfix.simulate import Prices, hold_cotangents, rounded, simulate, start_of_backward_peak
 
 KIB = (256,)  # shape of 1,024 bytes of f32
@@ -167,6 +167,17 @@ def test_simulate_backward_frees_saved_tensors_and_cotangents_but_not_what_the_c
     assert timeline.start_bytes == 4096
     assert timeline.live_bytes[-5:] == (5120, 5120, 5120, 5120, 3072)
     assert simulate(hold_cotangents(graph)).live_bytes[-1] == 5120, "the engine holds g until the backward returns"
+
+
+def test_simulate_cotangents_that_the_trace_owns_are_freed_under_an_engine_that_holds() -> None:
+    """After the statement that takes them over, ``del`` frees them."""
+    build = backward()
+    build.ops.insert([op.id for op in build.ops].index(UNPACK) + 1, Op(OWN, (Ref("cotangents"),)))
+    b = build.op("torch.exp", Ref("g"), out="b", shape=(512,))
+    build.delete(Ref("g"))
+    graph = build.returns(b)
+    assert hold_cotangents(graph).held == graph.held
+    assert simulate(hold_cotangents(graph)).live_bytes == simulate(graph).live_bytes
 
 
 def test_simulate_collection_that_is_not_cleared_keeps_its_tensors() -> None:

@@ -26,7 +26,9 @@ from thunder_fusionfix.infer import fill
 from thunder_fusionfix.model import (
     CLEAR,
     DEL,
+    OWN,
     RETURN,
+    UNPACK,
     Graph,
     NewOp,
     Op,
@@ -65,6 +67,8 @@ def apply_to_graph(graph: Graph, plan: Plan, deletes: bool = True) -> Graph:
         op = graph.ops[pos]
         if op.id in (DEL, CLEAR):
             continue
+        if op.id == UNPACK and op.inputs[0] in plan.owned:
+            ops.append(Op(OWN, (Ref(op.inputs[0]),)))
         if pos not in parts:
             ops.append(op)
             continue
@@ -76,7 +80,8 @@ def apply_to_graph(graph: Graph, plan: Plan, deletes: bool = True) -> Graph:
     if new_names:
         values, _ = fill(made, {**graph.values, **{name: Value(name) for name in new_names}})
     placed_ops = with_deletes(ops, values, graph.stage == "backward") if deletes else tuple(ops)
-    return replace(graph, ops=placed_ops, values=values)
+    freed = {name for op in graph.ops if op.id == UNPACK and op.inputs[0] in plan.owned for name in op.outputs}
+    return replace(graph, ops=placed_ops, values=values, held=graph.held - freed)
 
 
 def with_readable_names(graph: Graph) -> Graph:

@@ -362,7 +362,7 @@ def _thunderfx_jobs(
     if num_graphs > 1:
         notes.append(
             f"torch.compile makes {num_graphs} graphs of this program: a gradient that goes from one to another lives until "
-            "the backward of the one that receives it returns."
+            "the backward of the one that receives it returns, unless that one takes it over (own_cotangents)."
         )
     if not any(job.is_thunders for job in jobs):
         raise UnsupportedTraceError("torch.compile gave nothing of this program to Thunder; try dynamo=False")

@@ -24,6 +24,7 @@ class FusionFixConfig:
     ignore_cut_rows: bool = True  # rows cut off before a cross entropy are ignored by their label instead
     cut_rows_min_bytes: int = 2**26  # smaller logits are cut as they were: launches would cost what copies do
     unfuse_layouts: bool = True  # layout ops leave fusion regions
+    own_cotangents: bool = True  # a backward frees the cotangents after their last use, where nobody else has them
     split_regions: bool = True  # fusion regions that hold memory at the peak are cut, where the pieces need less
     split_min_bytes: int = 2**20  # a cut has to lower the peak by this much for each launch that it adds
     reorder: bool = True  # ops run in the order that needs the least memory

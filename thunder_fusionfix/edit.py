@@ -36,8 +36,9 @@ from thunder_fusionfix._thunder import (
     tree_unflatten,
     variableify,
 )
+from thunder_fusionfix.cotangents import own_cotangents
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.model import CLEAR, DEL, Arg, Const, Graph, NewOp, Part, Plan, Ref, Repeat
+from thunder_fusionfix.model import CLEAR, DEL, UNPACK, Arg, Const, Graph, NewOp, Part, Plan, Ref, Repeat
 from thunder_fusionfix.read import Reader, positioned
 
 
@@ -91,6 +92,8 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str, reade
         op = graph.ops[pos]
         if op.id in (DEL, CLEAR):
             continue
+        if op.id == UNPACK and op.inputs[0] in plan.owned:
+            lines.append(editor.line(editor.own(op.inputs[0])))
         if pos in regions:
             lines += map(editor.line, editor.rebuild(bsyms[pos], regions[pos]))
         else:
@@ -156,6 +159,10 @@ class _Editor:
             swap[variableify(last)] = made.output
             claimed = [bsym.from_bsym_swap_proxies(swap) for bsym in claimed]
         return claimed
+
+    def own(self, collection: str) -> BoundSymbol:
+        """The statement by which the trace takes over the cotangents in ``collection``."""
+        return own_cotangents.bind(self.proxies[collection], output=None)
 
     def rebuild(self, bsym: BoundSymbol, parts: Sequence[Part]) -> list[BoundSymbol]:
         """The regions that stand where ``bsym`` stood; the first keeps its number, the others get unused ones."""

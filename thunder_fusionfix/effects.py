@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Op
+from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Op
 
 
 class Kind(Enum):
@@ -178,6 +178,7 @@ _BOOKKEEPING = (
     DEL,
     UNPACK,
     CLEAR,
+    OWN,
     "python_return",
     "python_del",
     "comment",

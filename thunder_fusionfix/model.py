@@ -279,6 +279,7 @@ RETURN = "return"
 DEL = "del"
 UNPACK = "unpack"  # a, b, = C0
 CLEAR = "clear_mutable_collection"
+OWN = "own_cotangents"  # of this project: the trace takes the cotangents over from autograd's engine (`cotangents`)
 
 
 # ---------------------------------------------------------------- facts about memory
@@ -372,10 +373,11 @@ class Plan:
     placed: tuple[Placed, ...] = ()  # several at one position keep their order
     order: tuple[int, ...] | None = None  # positions in their new order, `del`s and clears left out; None: as they are
     decisions: tuple[Decision, ...] = ()
+    owned: tuple[str, ...] = ()  # collections of cotangents that the trace takes over right before it unpacks them
 
     @property
     def is_empty(self) -> bool:
-        return not (self.regions or self.placed or self.order)
+        return not (self.regions or self.placed or self.owned or self.order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
@@ -22,6 +22,7 @@ from thunder_fusionfix._thunder import (
 )
 from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.config import FusionFixConfig
+from thunder_fusionfix.cotangents import why_not as why_not_own
 from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.edit import apply_plan
 from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, VerifyError
@@ -34,6 +35,10 @@ from thunder_fusionfix.passes import PASSES, Pass
 from thunder_fusionfix.read import Reader, example_strides, forward_trace
 from thunder_fusionfix.step import held_in_a_step
 from thunder_fusionfix.verify import verify
+
+WHY_NOT: dict[str, Callable[[], str | None]] = {
+    "own_cotangents": why_not_own
+}  # a pass to why it cannot run in this compile
 
 _warned: set[str] = set()  # messages that this process has shown
 _readers: WeakKeyDictionary[TraceCtx, Reader] = (
@@ -126,6 +131,9 @@ def _after(item: Pass, state: _State, facts_of: Callable[[TraceCtx], Facts]) -> 
     plan = Plan()
     try:
         plan = item.plan(state.facts, state.fuel)
+        why_not_here = WHY_NOT[item.name]() if item.name in WHY_NOT and not plan.is_empty else None
+        if why_not_here is not None:
+            plan = Plan(decisions=_refused(plan.decisions, why_not_here))
         if plan.is_empty:
             return replace(state, decisions=state.decisions + plan.decisions)
         trace = apply_plan(state.trace, graph, plan, _provenance(item, plan), state.reader)
@@ -142,11 +150,15 @@ def _after(item: Pass, state: _State, facts_of: Callable[[TraceCtx], Facts]) -> 
         _warn_once(f"thunder_fusionfix: pass `{item.name}` was undone, the trace is as it was before it ({why_not})")
     if why_not is None:
         return replace(state, trace=trace, facts=facts, decisions=state.decisions + plan.decisions)
-    undone = (
-        replace(decision, applied=False, reason=f"pass undone: {why_not}") if decision.applied else decision
-        for decision in plan.decisions
+    undone = _refused(plan.decisions, f"pass undone: {why_not}")
+    return replace(state, decisions=state.decisions + undone, kept_input=why_not)
+
+
+def _refused(decisions: Iterable[Decision], why: str) -> tuple[Decision, ...]:
+    """``decisions`` with nothing applied."""
+    return tuple(
+        replace(decision, applied=False, reason=why) if decision.applied else decision for decision in decisions
     )
-    return replace(state, decisions=(*state.decisions, *undone), kept_input=why_not)
 
 
 def _forward_graph(trace: TraceCtx) -> Graph | None:

@@ -8,8 +8,9 @@ A region's temporaries are those of `segments`.
 Before the first op stand the arguments and what the caller holds. In a backward trace the saved tensors sit in collections:
 they are freed by ``del`` once their collection is unpacked and cleared, unless the caller owns them, which ``Graph.held`` says
 (a forward's arguments: parameters and inputs). The cotangents are cleared alike; but where Thunder's autograd function is not
-split (ThunderFX sets ``thunderfx_disable_split_autograd=True``) the engine holds them until the backward returns. That is
-membership in ``Graph.held`` too: `hold_cotangents` gives the Graph that says so. Plain ``thunder.jit`` frees them: the default.
+split (ThunderFX sets ``thunderfx_disable_split_autograd=True``) the engine holds them until the backward returns, unless the
+trace takes them over. That is membership in ``Graph.held`` too: `hold_cotangents` gives the Graph that says so. Plain
+``thunder.jit`` frees them: the default.
 
 A trace without any ``del`` (a joint trace) is priced as if ``del_last_used`` had placed them, and so is every order other than
 the trace's own.
@@ -36,7 +37,7 @@ from functools import cached_property
 
 from thunder_fusionfix.alias import Aliases, aliases
 from thunder_fusionfix.effects import Kind, effect_of
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Graph, Holder, Op, Timeline
+from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Graph, Holder, Op, Timeline
 from thunder_fusionfix.segments import Temporaries, temporaries_of
 
 BLOCK_BYTES = 512  # PyTorch's CUDA allocator rounds every request up to this
@@ -70,14 +71,19 @@ def simulate(graph: Graph, order: Sequence[int] | None = None, forward: Graph | 
 
 
 def hold_cotangents(graph: Graph) -> Graph:
-    """The backward ``graph`` under an engine that holds the cotangents until the backward returns (ThunderFX)."""
+    """The backward ``graph`` under an engine that holds the cotangents until the backward returns (ThunderFX).
+
+    Those that the trace takes over (`passes.own_cotangents`) are its own: their ``del`` frees them.
+    """
     if graph.stage != "backward" or len(graph.args) < 2:
         return graph
-    opened, found = set(graph.args[1:]), set[str]()
+    opened, owned, found = set(graph.args[1:]), set[str](), set[str]()
     for op in graph.ops:
-        if op.id == UNPACK and opened.intersection(op.inputs):
+        if op.id == OWN:
+            owned.update(op.inputs)
+        elif op.id == UNPACK and opened.intersection(op.inputs):
             opened.update(op.outputs)
-            found.update(op.outputs)
+            found.update(() if owned.issuperset(op.inputs) else op.outputs)
     return replace(graph, held=graph.held | found)
 
 

@@ -18,7 +18,7 @@ Rules, each as the run-time does it:
   and what goes to a part of another graph of torch.compile (the variable outlives the graph break; logits are such an
   output).
 - A gradient of an argument that another part made is handed to that part's backward, and lives until that backward
-  returns where autograd is not split (ThunderFX). Outputs that nobody sends a gradient to get one of zeros.
+  returns where autograd is not split (ThunderFX) and the trace does not take it over (`own_cotangents`). Outputs that nobody sends a gradient to get one of zeros.
 - A gradient of a parameter is added to the gradient from before, in place; without one it stays.
 - Every thread that multiplies matrices has a cuBLAS handle with a workspace: one for the forwards, one for the
   backwards.

@@ -40,7 +40,7 @@ from typing import Any
 from thunder_fusionfix.alias import Aliases, aliases
 from thunder_fusionfix.effects import effect_of, is_layout, short_name
 from thunder_fusionfix.errors import VerifyError
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Arg, Graph, Op, Ref, Struct, Value, kept_with_op
+from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Arg, Graph, Op, Ref, Struct, Value, kept_with_op
 from thunder_fusionfix.normal_form import Epoch, Forms, GraphForm, Observation, has_effect
 from thunder_fusionfix.unparse import arg_text, op_lines, type_text
 
@@ -59,11 +59,12 @@ class Allow:
     may_clone: frozenset[str] = frozenset()  # names of values that cheap pure ops compute once more than before
     may_replace: tuple[tuple[str, str], ...] = ()  # pairs (id before, id after) of ops that compute the same
     may_add: frozenset[str] = frozenset()  # short names of pure ops that may stand there more often than before
+    may_own_cotangents: bool = False  # cotangents that autograd's engine held become the trace's own
     may_keep_longer: bool = False  # a value stays bound beyond its last use
     may_repeat_work: bool = False  # what `may_clone` names may be computed by any pure ops, not by cheap ones alone
 
 
-_STATEMENTS = (DEL, CLEAR, UNPACK, RETURN)  # each has a rule of its own
+_STATEMENTS = (DEL, CLEAR, OWN, UNPACK, RETURN)  # each has a rule of its own
 
 Placed = tuple[int, Op]
 """An op, or a part of one, with its position in the trace."""
@@ -252,6 +253,19 @@ def _returns_wrongly(graph: Graph) -> Iterator[Fault]:
                 yield Fault(pos, f"{name} is returned, but deleted before", (name,))
 
 
+def _owns_wrongly(graph: Graph) -> Iterator[Fault]:
+    """What is taken over from the engine: whole collections of cotangents, each once, before anybody has what is in them."""
+    cotangents, touched = set(graph.args[1:]) if graph.stage == "backward" else set(), set[str]()
+    for pos, op in enumerate(graph.ops):
+        if op.id == OWN:
+            for name in op.inputs:
+                if name not in cotangents or graph.values[name].kind != "collection":
+                    yield Fault(pos, f"{name} is taken over, but is no collection of cotangents", (name,))
+                elif name in touched:
+                    yield Fault(pos, f"{name} is taken over after something else took it", (name,))
+        touched.update(op.inputs)
+
+
 # ---------------------------------------------------------------- rules about two traces
 
 
@@ -269,7 +283,16 @@ def _changes_result(pair: Pair) -> Iterator[Fault]:
 
 
 def _changes_unpacking(pair: Pair) -> Iterator[Fault]:
-    """Which tensors a backward trace takes out of its collections, and which collections it clears."""
+    """Which tensors a backward trace takes out of its collections, and which collections it takes over and clears."""
+    owned_before, owned = (
+        {name for op in graph.ops if op.id == OWN for name in op.inputs} for graph in (pair.before, pair.after)
+    )
+    for pos, op in enumerate(pair.after.ops):
+        if op.id == OWN and not owned_before.issuperset(op.inputs) and not pair.allow.may_own_cotangents:
+            yield Fault(pos, f"{', '.join(op.inputs)} is taken over, which nothing allows", op.inputs)
+    for pos, op in enumerate(pair.before.ops):
+        if op.id == OWN and not owned.issuperset(op.inputs):
+            yield Fault(pos, f"{', '.join(op.inputs)} is not taken over any more", op.inputs, in_before=True)
     before, after = (
         [(pos, op) for pos, op in enumerate(graph.ops) if op.id == UNPACK] for graph in (pair.before, pair.after)
     )
@@ -534,12 +557,15 @@ GRAPH_RULES: tuple[Rule, ...] = (
     Rule("single-definition", "each name is given once", _defines_twice),
     Rule("region-names", "two regions of one name would run one code, so names are unique", _shares_region_names),
     Rule("returned", "the return statement is last, and what it returns was not deleted", _returns_wrongly),
+    Rule("ownership", "only collections of cotangents are taken over, once, before they are unpacked", _owns_wrongly),
 )
 
 PAIR_RULES: tuple[Rule, ...] = (
     Rule("signature", "name, stage and arguments are the same", _changes_signature),
     Rule("result", "what is returned, saved tensors included, is the same", _changes_result),
-    Rule("unpacking", "saved tensors and cotangents are unpacked and cleared as before", _changes_unpacking),
+    Rule(
+        "unpacking", "saved tensors and cotangents are unpacked, taken over and cleared as before", _changes_unpacking
+    ),
     Rule("metadata", "a value that both traces know has the same shape, dtype and device", _changes_metadata),
     Rule(
         "deletes", "a value is deleted right after its last use where it was before, and where it is new", _keeps_longer
