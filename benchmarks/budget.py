@@ -5,8 +5,8 @@
 Each model is captured with the transform and the entry, once without a budget and once for each share of that peak as
 ``fusionfix_memory_budget``. A budget bounds one compiled function, so of each model the function with the highest peak is told; what
 others and the optimizer need is not in it. (ThunderFX cuts GPT-2 at every addmm: its functions are parts of a layer.) "peak" is the
-larger of the estimated peaks of its final forward and backward traces. "entry" is what the entry reckons with: the same before the
-transform has made it less, and with the function's results, which the caller may hold, counted all along. "level" and "rebuilds" say
+larger of the estimated peaks of its final forward and backward traces. "entry" is what the entry reckons with: the same before
+`reorder` and `split_regions` have made it less, and with the function's results, which the caller may hold, counted all along. "level" and "rebuilds" say
 how far it went. Where a budget is not met, what holds the peak is listed: no rebuild frees arguments, results that the caller gets,
 or what one op takes and gives.
 """

@@ -85,7 +85,9 @@ class FusionFixExecutor(OperatorExecutor, FusionExecutor):
         config = current_config()
         executors = _executors()
         _warn_of_order(executors)
-        fixed, report = fix_joint(trace, Entry(config, _later(executors), after, self._rewrites(config)))
+        fixed, report = fix_joint(
+            trace, Entry(config, _later(executors), after, self._rewrites(config), is_fixed_later=bool(_transforms()))
+        )
         self.get_fuel(sum(decision.applied for decision in report.decisions if decision.pass_name != fold_matmuls.NAME))
         self.reports.append(report)
         for transform in _transforms():

@@ -8,7 +8,7 @@ dataflow know nothing of memory, so another set of candidates may make them read
 they make of the new trace is compared with what they make of the old one. A failure of ours costs the user one warning and a lost
 optimisation, never a step.
 
-Under a memory budget plans are judged by the estimated peak of what a dry run makes of them. `recompute_cheap.LEVELS` are gone
+Under a memory budget plans are judged by the estimated peak of what a dry run, and then our transform where it is in use, make of them. `recompute_cheap.LEVELS` are gone
 through in quarters of the bytes that each frees, until one fits; then two steps of bisection look for less than that quarter. These
 are 11 dry runs at most, each about 0.3 s for a layer of a transformer, and no two for the same plan. A lower budget never gives a
 higher estimated peak: it goes through the same quarters, of which only those count that are lower than all before; and less than a
@@ -26,22 +26,25 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from thunder_fusionfix._thunder import FusionExecutor, TraceCtx, untested_versions, warn_untested_versions
+from thunder_fusionfix.apply import apply_to_graph
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.document import megabytes
 from thunder_fusionfix.edit_joint import apply_joint_plan, copied, fusible_sites
 from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, VerifyError
+from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.garbage import collected_later
 from thunder_fusionfix.joint import Budget, JointFacts, JointPlan, JointReport, executed, split
 from thunder_fusionfix.model import Decision, Graph, Timeline
-from thunder_fusionfix.passes import claim_layouts, recompute_cheap
+from thunder_fusionfix.passes import PASSES, claim_layouts, recompute_cheap
 from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
 from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
 from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, Level, plan_recompute_cheap
 from thunder_fusionfix.read import Reader
-from thunder_fusionfix.simulate import simulate
 from thunder_fusionfix.verify import PAIR_RULES, Allow, verify
 
 BUDGET = "memory_budget"  # what decisions about the budget as a whole are filed under
+
+BEFORE_THE_ORDER = ("ignore_cut_rows", "unfuse_layouts")  # final passes that a budget reckons with
 
 _warned: set[str] = set()  # messages that this process has shown
 
@@ -54,6 +57,7 @@ class Entry:
     later: tuple[FusionExecutor, ...]  # fusion executors that see the trace after us, in order
     after: Callable[[Any, Any], Any]  # the symbol of an `Anchor`
     fuel: int | None = None  # rewrites that may yet be made
+    is_fixed_later: bool = False  # our transform gets the final traces: a budget is judged by what it leaves
     reader: Reader = field(default_factory=Reader)  # of all traces of this compile
 
 
@@ -168,7 +172,7 @@ class _Trials:
         if edits not in self.known:
             done = _attempt(self.trace, self.facts, self.entry, plan)
             fused = done.fused or _dry_run(done.trace, self.entry.reader.read(done.trace), self.entry)[0]
-            self.known[edits] = replace(done, fused=fused), simulate(executed(fused))
+            self.known[edits] = replace(done, fused=fused), _timeline(fused, self.entry)
         return _Tried(level, *self.known[edits])
 
 
@@ -178,9 +182,30 @@ def _within(
     """The least that fits ``limit`` bytes, else the least with the lowest peak that there is; and what to tell of it."""
     trials = _Trials(trace, facts, entry)
     best = searched(limit, trials)
-    before = simulate(executed(facts.fused)).peak_bytes
+    before = _timeline(facts.fused, entry).peak_bytes
     budget = Budget(limit, before, best.peak_bytes, best.level.name, best.done.num_rebuilds, len(trials.known))
     return best.done, (_told(budget, best.timeline, facts),), budget
+
+
+def _timeline(fused: Graph, entry: Entry) -> Timeline:
+    """What the program needs that a dry run made, after the final passes that lower it by more than an order does.
+
+    `reorder` is left out, as it would mix the halves, and with it what only an order makes good.
+    """
+    facts = Facts(executed(fused), entry.config)
+    for item in PASSES if entry.is_fixed_later else ():
+        if item.name not in BEFORE_THE_ORDER or not getattr(entry.config, item.name):
+            continue
+        try:
+            after = Facts(apply_to_graph(facts.graph, item.plan(facts, None)), entry.config)
+            facts = after if after.timeline.peak_bytes <= facts.timeline.peak_bytes else facts
+        except (
+            FusionFixError,
+            KeyError,
+            ValueError,
+        ):  # what a pass cannot do now it may do later; the estimate is higher
+            continue
+    return facts.timeline
 
 
 def searched(limit: int, trials: _Trials) -> _Tried:
