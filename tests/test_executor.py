@@ -17,8 +17,8 @@ from thunder_fusionfix import executor, joint_pipeline
 from thunder_fusionfix._thunder import FUEL_LEVEL, OperatorExecutor, get_executor, ltorch, nvfuser_version
 from thunder_fusionfix.errors import FusionFixError, UsageError, VerifyError
 from thunder_fusionfix.executor import FusionFixExecutor, fusionfix_ex
+from thunder_fusionfix.folding import COPY_LIMIT
 from thunder_fusionfix.passes import recompute_cheap
-from thunder_fusionfix.passes.fold_matmuls import COPY_LIMIT
 from thunder_fusionfix.transform import FusionFixTransform
 
 needs_nvfuser = pytest.mark.skipif(nvfuser_version() is None, reason="nvFuser is not installed")
@@ -135,9 +135,9 @@ def test_executor_with_gradient_rules_of_its_own_must_come_first() -> None:
 
 @needs_nvfuser
 def test_products_of_nd_and_2d_tensors_are_claimed_and_others_are_not() -> None:
-    """A claim shows its copy limit and has no sub-symbols; 2-D products stay torch's."""
+    """A claim shows its limits and has no sub-symbols; 2-D products stay torch's."""
     forward, backward = compiled(gated_mlp, mlp_args())
-    assert forward.count(f", None, {COPY_LIMIT})") == 3 and "prims.linear" not in forward
+    assert forward.count(f", None, {COPY_LIMIT}, 0)") == 3 and "prims.linear" not in forward
     assert "fusionfix_matmul" not in backward and "torch.matmul" in backward
     forward, _ = compiled(gated_mlp, mlp_args(6, 8))
     assert "fusionfix_linear" not in forward
@@ -151,7 +151,7 @@ def test_claims_can_be_switched_off_and_obey_the_budget() -> None:
     forward, _ = compiled(gated_mlp, mlp_args(), fusionfix_fold_matmuls=False)
     assert "fusionfix_linear" not in forward
     forward, _ = compiled(gated_mlp, mlp_args(), fusionfix_memory_budget="1GB")
-    assert ", None, 0)" in forward
+    assert ", None, 0, 0)" in forward
 
 
 @needs_nvfuser

@@ -30,6 +30,7 @@ class FusionFixConfig:
     reorder: bool = True  # ops run in the order that needs the least memory
     share_fusions: bool = True  # equal fusion regions compile once
     fold_matmuls: bool = True  # entry: linear layers and matmuls of an N-D tensor choose their kernel at run time
+    pad_matmuls: bool = True  # entry: products whose rows start off 16-byte steps run padded where that pays
     claim_layouts: bool = True  # entry: layouts that a fusion would only carry stay out of it
     recompute_cheap: bool = True  # entry: saved tensors that cheap ops make again are not saved
     recompute_min_bytes: int = 2**20  # entry: smaller tensors are saved; one more kernel costs more than they do

@@ -443,6 +443,6 @@ _TORCH: Mapping[str, Callable[..., torch.Tensor]] = {
     "torch.squeeze": lambda a, *dims: a.squeeze(*dims),
     "torch.matmul": torch.matmul,
     "torch.nn.functional.linear": torch.nn.functional.linear,
-    "fusionfix_matmul": lambda a, b, *copy_limit: torch.matmul(a, b),
-    "fusionfix_linear": lambda a, w, bias=None, *copy_limit: torch.nn.functional.linear(a, w, bias),
+    "fusionfix_matmul": lambda a, b, *limits: torch.matmul(a, b),
+    "fusionfix_linear": lambda a, w, bias=None, *limits: torch.nn.functional.linear(a, w, bias),
 }

@@ -1,9 +1,10 @@
-"""The executor-list entry "fusionfix": the adapter by which Thunder calls the joint passes and the folding matmuls.
+"""The executor-list entry "fusionfix": the adapter by which Thunder calls the joint passes and its own matmuls.
 
     executors=("sdpa", "torchcompile_cat", "fusionfix", "nvfuser")
 
 Importing this module registers `fusionfix_ex` under the name "fusionfix". It is two things to Thunder. As an operator executor it
-runs linear layers and matmuls of an N-D tensor with a 2-D one (`passes.fold_matmuls`). As a fusion executor it sees the joint
+runs linear layers and matmuls of an N-D tensor with a 2-D one (`passes.fold_matmuls`), and those that may be faster with padded
+operands (`passes.pad_matmuls`). As a fusion executor it sees the joint
 trace before every fusion executor that stands after it, claims no region, and hands on a trace that saves less
 (`passes.recompute_cheap`) and holds better candidates for fusion (`passes.claim_layouts`).
 
@@ -27,6 +28,7 @@ from thunder_fusionfix._thunder import (
     PrimIDs,
     TensorProxy,
     TraceCtx,
+    dtypes,
     get_compile_data,
     given_options,
     ltorch,
@@ -34,9 +36,12 @@ from thunder_fusionfix._thunder import (
     register_executor,
 )
 from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
+from thunder_fusionfix.folding import COPY_LIMIT
 from thunder_fusionfix.joint import JointReport
-from thunder_fusionfix.passes import fold_matmuls
-from thunder_fusionfix.passes.fold_matmuls import COPY_LIMIT, fusionfix_linear, fusionfix_matmul
+from thunder_fusionfix.matmul_copies import LINEAR, MATMUL
+from thunder_fusionfix.padding import PAD_LIMIT
+from thunder_fusionfix.passes import fold_matmuls, pad_matmuls
+from thunder_fusionfix.passes.fold_matmuls import fusionfix_linear, fusionfix_matmul
 
 if TYPE_CHECKING:
     from thunder_fusionfix.transform import FusionFixTransform
@@ -46,7 +51,7 @@ FUEL_VARIABLE = "FUSIONFIX_OPTIMIZATION_FUEL"
 
 
 class FusionFixExecutor(OperatorExecutor, FusionExecutor):
-    """Claims folding matmuls one by one, and rewrites joint traces; see the module."""
+    """Claims matmuls one by one, and rewrites joint traces; see the module."""
 
     def __init__(self) -> None:
         super().__init__(NAME)
@@ -88,7 +93,8 @@ class FusionFixExecutor(OperatorExecutor, FusionExecutor):
         fixed, report = fix_joint(
             trace, Entry(config, _later(executors), after, self._rewrites(config), is_fixed_later=bool(_transforms()))
         )
-        self.get_fuel(sum(decision.applied for decision in report.decisions if decision.pass_name != fold_matmuls.NAME))
+        operators = (fold_matmuls.NAME, pad_matmuls.NAME)  # claims are no rewrites
+        self.get_fuel(sum(decision.applied for decision in report.decisions if decision.pass_name not in operators))
         self.reports.append(report)
         for transform in _transforms():
             transform.entry_reports.append(report)
@@ -164,11 +170,13 @@ def _warn_once(message: str) -> None:
 # ---------------------------------------------------------------- operators
 
 
-def _linear_meta(x: TensorProxy, w: TensorProxy, bias: TensorProxy | None, copy_limit: int) -> TensorProxy:
+def _linear_meta(
+    x: TensorProxy, w: TensorProxy, bias: TensorProxy | None, copy_limit: int | None, pad_limit: int
+) -> TensorProxy:
     return TensorProxy(like=x, shape=(*x.shape[:-1], w.shape[0]))
 
 
-def _matmul_meta(a: TensorProxy, b: TensorProxy, copy_limit: int) -> TensorProxy:
+def _matmul_meta(a: TensorProxy, b: TensorProxy, copy_limit: int | None, pad_limit: int) -> TensorProxy:
     return TensorProxy(like=a, shape=(*(a if a.ndim > b.ndim else b).shape[:-2], a.shape[-2], b.shape[-1]))
 
 
@@ -184,17 +192,12 @@ fusionfix_ex = FusionFixExecutor()
 register_executor(fusionfix_ex)
 
 # Without sub-symbols, which nvFuser would look through: a claim must hold against executors that come later.
-_linear = fusionfix_ex.register_operator(
-    fold_matmuls.LINEAR, meta=_linear_meta, fn=fusionfix_linear, tags=prims.linear.tags
-)
-_matmul = fusionfix_ex.register_operator(
-    fold_matmuls.MATMUL, meta=_matmul_meta, fn=fusionfix_matmul, tags=prims.matmul.tags
-)
+_linear = fusionfix_ex.register_operator(LINEAR, meta=_linear_meta, fn=fusionfix_linear, tags=prims.linear.tags)
+_matmul = fusionfix_ex.register_operator(MATMUL, meta=_matmul_meta, fn=fusionfix_matmul, tags=prims.matmul.tags)
 after = fusionfix_ex.register_operator("fusionfix_after", meta=_after_meta, fn=_after)
 
 
-def _folds() -> bool:
-    return current_config().fold_matmuls
+# ---------------------------------------------------------------- what is claimed
 
 
 def _is_plain(tensor: Any, *ndims: int) -> bool:
@@ -202,28 +205,60 @@ def _is_plain(tensor: Any, *ndims: int) -> bool:
     return type(tensor) is TensorProxy and min(tensor.ndim, 3) in ndims
 
 
+def _folds(a: TensorProxy, b: TensorProxy, config: FusionFixConfig) -> bool:
+    return config.fold_matmuls and (a.ndim == 2) != (b.ndim == 2)
+
+
+def _pad_limit(a: TensorProxy, b: TensorProxy, config: FusionFixConfig, *, is_linear: bool) -> int:
+    """Bytes that padding ``a @ b``, or ``linear(a, b)``, may copy: none where it cannot pay, or the user asked for memory."""
+    if not config.pad_matmuls or config.memory_budget is not None or not (_may_pad(a) and _may_pad(b)):
+        return 0
+    right = tuple(reversed(b.shape)) if is_linear else tuple(b.shape)
+    return PAD_LIMIT if pad_matmuls.is_claimed(tuple(a.shape), right, PAD_LIMIT) else 0
+
+
+def _may_pad(tensor: TensorProxy) -> bool:
+    """True for 2-byte floats on a GPU, of a size that tracing knows."""
+    return (
+        tensor.device.type == "cuda"
+        and tensor.dtype in (dtypes.bfloat16, dtypes.float16)
+        and all(type(size) is int for size in tensor.shape)
+    )
+
+
 def _can_linear(x: Any, w: Any, bias: Any = None) -> bool:
-    return _is_plain(x, 3) and _is_plain(w, 2) and (bias is None or type(bias) is TensorProxy) and _folds()
+    if not (_is_plain(x, 2, 3) and _is_plain(w, 2) and (bias is None or type(bias) is TensorProxy)):
+        return False
+    config = current_config()
+    return _folds(x, w, config) or _pad_limit(x, w, config, is_linear=True) > 0
 
 
 def _can_matmul(a: Any, b: Any) -> bool:
-    return _is_plain(a, 2, 3) and _is_plain(b, 2, 3) and (a.ndim == 2) != (b.ndim == 2) and _folds()
+    if not (_is_plain(a, 2, 3) and _is_plain(b, 2, 3)):
+        return False
+    config = current_config()
+    return _folds(a, b, config) or _pad_limit(a, b, config, is_linear=False) > 0
 
 
-def _copy_limit() -> int:
-    """Bytes that a fold may copy: none where the user asked for memory."""
-    return COPY_LIMIT if current_config().memory_budget is None else 0
+def _limits(a: TensorProxy, b: TensorProxy, *, is_linear: bool) -> tuple[int | None, int]:
+    """Bytes that a fold and padding may copy.
+
+    A fold copies nothing where the user asked for memory; without the option there is none (None).
+    """
+    config = current_config()
+    copied = None if not config.fold_matmuls else COPY_LIMIT if config.memory_budget is None else 0
+    return copied, _pad_limit(a, b, config, is_linear=is_linear)
 
 
 def _run_linear(x: TensorProxy, w: TensorProxy, bias: TensorProxy | None = None) -> TensorProxy:
-    return _linear(x, w, bias, _copy_limit())
+    return _linear(x, w, bias, *_limits(x, w, is_linear=True))
 
 
 def _run_matmul(a: TensorProxy, b: TensorProxy) -> TensorProxy:
-    return _matmul(a, b, _copy_limit())
+    return _matmul(a, b, *_limits(a, b, is_linear=False))
 
 
 for _id in (PrimIDs.LINEAR, ltorch.linear.id):
     fusionfix_ex.register_implementation(_id, checker=_can_linear, execution_transform=_run_linear)
-for _id in (PrimIDs.MATMUL, ltorch.matmul.id):
+for _id in (PrimIDs.MATMUL, ltorch.matmul.id, ltorch.bmm.id):
     fusionfix_ex.register_implementation(_id, checker=_can_matmul, execution_transform=_run_matmul)

@@ -38,6 +38,7 @@ from thunder_fusionfix.model import Decision, Graph, Timeline
 from thunder_fusionfix.passes import PASSES, claim_layouts, recompute_cheap
 from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
 from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
+from thunder_fusionfix.passes.pad_matmuls import plan_pad_matmuls
 from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, Level, plan_recompute_cheap
 from thunder_fusionfix.read import Reader
 from thunder_fusionfix.verify import PAIR_RULES, Allow, verify
@@ -103,7 +104,7 @@ def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, Joint
     saved_after = saved - sum(decision.bytes_won for decision in done.decisions if decision.applied)
     if budget is not None and done.fused is not None:
         saved_after = JointFacts(graph, done.fused).saved_bytes
-    decisions = (*plan_fold_matmuls(graph), *done.decisions, *notes)
+    decisions = (*plan_fold_matmuls(graph), *plan_pad_matmuls(graph), *done.decisions, *notes)
     seconds = time.perf_counter() - started
     return done.trace, JointReport(
         graph.stage, saved, saved_after, decisions, seconds, dry_run_seconds, done.kept_input, budget

@@ -104,7 +104,8 @@ def why_alive(graph: Graph, pos: int, holder: Holder) -> str:
     """Why a holder is alive at the op at ``pos``."""
     at = graph.ops[pos]
     if is_temporary(graph, holder):
-        return f"that {at.id} writes only for itself, where nvFuser cuts it"
+        where = ", where nvFuser cuts it" if at.is_fusion else ""
+        return f"that {at.id} writes only for itself{where}"
     if holder.producer in ("argument", "saved tensor", "cotangent"):
         return {"argument": "arguments", "saved tensor": "saved by the forward", "cotangent": "incoming gradients"}[
             holder.producer
@@ -115,7 +116,7 @@ def why_alive(graph: Graph, pos: int, holder: Holder) -> str:
 
 
 def is_temporary(graph: Graph, holder: Holder) -> bool:
-    """True for what a region writes only for itself: no value of the trace has it."""
+    """True for what an op writes only for itself: no value of the trace has it."""
     return holder.name not in graph.producer and holder.name not in graph.args
 
 

@@ -3,7 +3,7 @@
 The model. An op's outputs are allocated, the op runs with its temporaries, and a storage is freed at the ``del`` of the last of
 its names: frees take effect in host order, and nvFuser holds a fusion's inputs until it returns. Every storage takes whole
 blocks of 512 bytes, as in PyTorch's allocator. Views take nothing (`alias`), a layout that may be a copy is taken for one.
-A region's temporaries are those of `segments`.
+A region's temporaries are those of `segments`; those of the entry's matmuls, what they copy (`matmul_copies`).
 
 Before the first op stand the arguments and what the caller holds. In a backward trace the saved tensors sit in collections:
 they are freed by ``del`` once their collection is unpacked and cleared, unless the caller owns them, which ``Graph.held`` says
@@ -15,7 +15,7 @@ trace takes them over. That is membership in ``Graph.held`` too: `hold_cotangent
 A trace without any ``del`` (a joint trace) is priced as if ``del_last_used`` had placed them, and so is every order other than
 the trace's own.
 
-Left out: cuBLAS workspaces, what an operator allocates while it runs, fragmentation, and the up to 1 MiB that the
+Left out: cuBLAS workspaces, what any other operator allocates while it runs, fragmentation, and the up to 1 MiB that the
 allocator leaves unsplit at the end of a large block.
 
     >>> from thunder_fusionfix.model import Graph, Op, Ref, Value
@@ -31,12 +31,13 @@ allocator leaves unsplit at the end of a large block.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
 from thunder_fusionfix.alias import Aliases, aliases
 from thunder_fusionfix.effects import Kind, effect_of
+from thunder_fusionfix.matmul_copies import copies_of, product_of
 from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Graph, Holder, Op, Timeline
 from thunder_fusionfix.segments import Temporaries, temporaries_of
 
@@ -110,7 +111,7 @@ class Prices:
         sizes, is_outside, is_kept: by storage: bytes in whole blocks; whether it is there before the first op; whether it
             stays to the end, returned or owned by the caller.
         makes, made_bytes, uses: by position: storages that the op allocates, with their bytes, and those that it makes or takes.
-        temporaries, temporary_bytes: by position: what a region writes for itself, and how much of it at once.
+        temporaries, temporary_bytes: by position: what a region or a matmul writes for itself, and how much of it at once.
         start_bytes: allocated before the first op.
         unknown: tensors whose size is not known, counted as 0.
 
@@ -189,8 +190,8 @@ class Prices:
             self.makes[pos] = fresh
             self.made_bytes[pos] = sum([self.sizes[id] for id in fresh])
             made.update(fresh)
-            if op.is_fusion and self._on_gpu(op):
-                found = temporaries_of(op, self.graph.values, self.aliases.strides)
+            if (find := _temporaries_by(op)) is not None and self._on_gpu(op):
+                found = find(op, self.graph.values, self.aliases.strides)
                 self.temporaries[pos] = found
                 self.temporary_bytes[pos] = sum(rounded(nbytes) for _, nbytes in found.at_peak)
 
@@ -416,6 +417,13 @@ class Prices:
                 if kept[id] or not after.isdisjoint(users[id]):
                     alive.add(id)
         return self.temporary_bytes[pos] + sum(sizes[id] for id in alive)
+
+
+def _temporaries_by(op: Op) -> Callable[..., Temporaries] | None:
+    """What finds the memory that ``op`` needs for itself; None for an op that needs none that we know of."""
+    if op.is_fusion:
+        return temporaries_of
+    return copies_of if product_of(op) is not None else None
 
 
 def _closure(pos: int, edges: dict[int, tuple[int, ...]]) -> set[int]:

@@ -11,20 +11,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from thunder_fusionfix.folding import COPY_LIMIT, Choice, Way, aten_folds, choose
+from thunder_fusionfix.matmul_copies import LINEAR
 from thunder_fusionfix.model import Graph, Op, Ref, Value
 from thunder_fusionfix.passes import fold_matmuls
-from thunder_fusionfix.passes.fold_matmuls import (
-    COPY_LIMIT,
-    LINEAR,
-    Choice,
-    Way,
-    aten_folds,
-    choose,
-    fusionfix_linear,
-    fusionfix_matmul,
-    plan_fold_matmuls,
-    worst_copy_bytes,
-)
+from thunder_fusionfix.passes.fold_matmuls import fusionfix_linear, fusionfix_matmul, plan_fold_matmuls
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 WIDTH = 12
@@ -254,10 +245,3 @@ def test_report_groups_products_by_reason() -> None:
     assert [decision.pos for decision in decisions] == [1, 2]
     assert "made by convert_element_type" in decisions[0].reason and "[4, 6, 8] @ [8, 8]" in decisions[0].what
     assert "is an argument" in decisions[1].reason
-
-
-def test_worst_copy_is_the_input_or_nothing() -> None:
-    """What a fold may copy at most: the input up to the limit, nothing beyond it."""
-    value = Value("x", (4, 6, 8), "bf16", "cuda:0")
-    assert worst_copy_bytes(value, 1000) == 384
-    assert worst_copy_bytes(value, 100) == 0
