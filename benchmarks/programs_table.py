@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
-SCRIPTS = ("loss", "linear_table", "towers", "checkpointed_blocks", "first_step")
+SCRIPTS = ("loss", "linear_table", "padded_products", "towers", "checkpointed_blocks", "first_step")
 
 
 def sections(folder: Path) -> Iterator[str]:

@@ -122,6 +122,7 @@ def batches() -> tuple[tuple[Step, ...], ...]:
         (
             Step("loss", 90, 15, 240, script=("loss",)),
             Step("linear layers", 60, 15, 240, script=("linear_table", "--calls", "20")),
+            Step("padded products", 25, 15, 240, script=("padded_products", "--calls", "20")),
             Step("towers", 60, 20, 240, script=("towers", "--steps", "8")),
             Step("checkpointed blocks", 95, 5, 240, script=("checkpointed_blocks", "--steps", "5")),
         ),

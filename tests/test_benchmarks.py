@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import first_step
 import linear_table
+import padded_products
 import pytest
 import results_table
 import run_all
@@ -438,3 +439,40 @@ def test_splits_tell_place_and_reason_of_each():
     first, second = splits._rows("m", SimpleNamespace(parts=(part, part), splits=cuts))
     assert first == "| m | 2 (2, 2) | ThunderFX | 4 x cat | got [-2] \\| or not |"
     assert second.startswith("|  |  | torch.compile | a.py:7 | xxx") and len(second) < 200
+
+
+# ---------------------------------------------------------------- padded_products
+
+
+def test_products_of_a_layer_are_those_of_its_gradients():
+    """Shapes of output, gradient of the input and gradient of the weight; heads beside each other are strided."""
+    layer = padded_products.layer_products(6, 5, 7, device="cpu")
+    assert [tuple((left @ right).shape) for left, right in layer.values()] == [(6, 7), (6, 5), (7, 5)]
+    heads = padded_products.attention_products(2, 6, 3, device="cpu")
+    assert [tuple((left @ right).shape) for left, right in heads.values()] == [
+        (2, 6, 6),
+        (2, 6, 6),
+        (2, 6, 3),
+        (2, 6, 3),
+    ]
+    assert heads["q @ k.T beside"][0].stride() == (3, 6, 1)
+
+
+def test_padded_products_are_judged_by_the_better_way_and_counted():
+    """The bar is 1.1 of the faster way, and none for what launches decide; copies are those that simulate counts."""
+    row = {"case": "c", "product": "p", "distance": 1e-3, "plain_distance": 1e-3, "copies_mb": 1.0, "counted_mb": 1.0}
+    for plain, always, ours, verdict in (
+        (1.0, 0.5, 0.54, "met"),
+        (1.0, 0.5, 0.56, "missed"),
+        (0.01, 0.005, 0.01, "met"),
+    ):
+        found = padded_products.judged({**row, "plain": plain, "always": always, "ours": ours})
+        assert found["verdict"] == verdict
+    shown = padded_products.table([found, {"case": "c", "product": "p", "error": "OutOfMemoryError: 1 GiB"}])
+    assert "of best" in shown and "met" in shown and "OutOfMemoryError" in shown
+    left, right = padded_products.layer_products(1024, 768, 50257, device="cpu")["x @ w.T"]
+    assert padded_products.counted_mb(left, right) > 2 * 768 * 50257 / 1e6
+    distances = padded_products.distances(
+        left[:, :8] @ right[:8, :9], left[:, :8] @ right[:8, :9], left[:, :8], right[:8, :9]
+    )
+    assert 0 < distances["distance"] == distances["plain_distance"] < 1e-2
