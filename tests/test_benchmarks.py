@@ -226,6 +226,13 @@ def test_run_all_every_batch_fits_into_one_call(lanes):
     assert len(names) == len(set(names))
 
 
+def test_run_all_measures_cudnn_at_real_width_and_a_budget_at_full_depth():
+    """Where attention and memory count most, they are measured in one run with what they are compared with."""
+    variants = {one.name: one.variants for batch in run_all.batches() for one in batch}
+    assert {"both", "both-cudnn", "torch-compile"} <= set(variants["4 layers, real width"])
+    assert {"both", "both:fusionfix_memory_budget=37.7GB"} <= set(variants["28 layers"])
+
+
 def test_run_all_no_two_steps_of_a_batch_write_one_file():
     """Steps of a batch run side by side: the second writer of a file would be refused."""
     for batch in run_all.batches():

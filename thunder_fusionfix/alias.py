@@ -45,6 +45,8 @@ _REARRANGE = frozenset({Kind.LAYOUT, Kind.POINTWISE})  # of these `rearranged` t
 _EFFICIENT_ATTENTION = "sdpaex_grad_forward_scaled_dot_product_efficient_attention"
 _FLASH_ATTENTION = "sdpafx_grad_forward_scaled_dot_product_efficient_attention"  # so named in Thunder
 
+_CUDNN_ATTENTION = "cudnn_sdpa_fwd"
+
 # Thunder's torch implementation fills a new tensor, also where nothing has to move.
 _ALWAYS_COPIES = re.compile("torch_stride_order_prim_impl$")
 
@@ -377,6 +379,8 @@ def computed_strides(
         return None
     kind = effect_of(op).kind
     tensors = [name for name in op.inputs if name in strides and values[name].kind == "tensor"]
+    if op.id == _CUDNN_ATTENTION:  # Thunder allocates what cuDNN fills, whatever the query's order
+        return row_major(shape) if output in op.outputs[:2] else None
     if op.id in (_EFFICIENT_ATTENTION, _FLASH_ATTENTION):
         return _attention_strides(op, shape, strides) if output == op.outputs[0] else None
     if kind is Kind.MATMUL:
