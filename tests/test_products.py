@@ -43,6 +43,12 @@ def laid(shape: tuple[int, ...], how: str, dtype: torch.dtype, seed: int) -> tor
 HOW = st.sampled_from(("dense", "turned", "with gaps", "scattered", "repeated", "leading last"))
 
 
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test sets is undone."""
+    monkeypatch.setattr(products, "SMALL_BYTES", products.SMALL_BYTES)
+
+
 def padding_of(left: torch.Tensor, right: torch.Tensor) -> Padding | None:
     return pad_what_is_misaligned(left.shape, left.stride(), right.shape, right.stride())
 
@@ -59,11 +65,13 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     HOW,
     st.sampled_from(sorted(EPS, key=str)),
     st.booleans(),
+    st.sampled_from((0, 2**20)),
     st.integers(0, 2**31),
 )
-def test_padded_products_equal_float64(leading, sizes, left_how, right_how, dtype, has_bias, seed) -> None:
+def test_padded_products_equal_float64(leading, sizes, left_how, right_how, dtype, has_bias, small, seed) -> None:
     """Any shapes and strides: as near to float64 as one rounding of the result allows, dense, no view, of the same dtype."""
     m, k, n = sizes
+    products.SMALL_BYTES = small
     left = laid((*leading, m, k), left_how, dtype, seed)
     right = laid((*leading, k, n), right_how, dtype, seed + 1)
     bias = torch.randn(n).to(dtype) if has_bias and not leading else None
@@ -100,9 +108,11 @@ def test_pieces_put_together_are_the_whole(how, sizes, has_bias) -> None:
     assert relative(got, multiplied(left, right, bias, padding).double()) < EPS[torch.bfloat16]
 
 
-def test_infinities_and_nans_stay_where_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("small", [0, 2**20])
+def test_infinities_and_nans_stay_where_they_were(small: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows and columns without one stay finite, though new memory may hold NaNs: padding multiplies zeros with zeros only."""
     real = torch.Tensor.new_empty
+    monkeypatch.setattr(products, "SMALL_BYTES", small)
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size: real(self, *size).fill_(float("nan")))
     for left_how in ("dense", "turned", "with gaps"):
         for right_how in ("dense", "turned", "with gaps"):
@@ -118,6 +128,7 @@ def test_infinities_and_nans_stay_where_they_were(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("wrong", ["left", "right"])
 def test_zeros_on_one_side_alone_are_not_enough(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: where one side's padding is not cleared, the test above would see it."""
+    monkeypatch.setattr(products, "SMALL_BYTES", 0)
     real_empty, real_zero = torch.Tensor.new_empty, torch.Tensor.zero_
     monkeypatch.setattr(torch.Tensor, "new_empty", lambda self, *size: real_empty(self, *size).fill_(float("nan")))
     keeps = {"left": lambda t: t.shape[-1] == 3, "right": lambda t: t.shape[-2] == 3}[wrong]

@@ -103,7 +103,7 @@ class Padding:
     right: bool  # the right operand is copied
     left_turned: bool  # the left operand's rows lie densely, not its columns; so does its copy
     right_turned: bool
-    nbytes: int  # of all copies that are alive at once, the uncut output included
+    nbytes: int  # that are alive at once besides operands and result: copies, and the output before it is cut
     pieces: int = 1  # of two matrices: how many times `rows` it takes
 
 
@@ -199,12 +199,15 @@ def pad_what_is_misaligned(
     cuts_output = n != cols or (m != rows and len(left) > 2)
     per_row = itemsize * (k * takes_left + n * cuts_output)
     right_bytes = itemsize * batch * k * n * takes_right
-    pieces = 1
+    pieces, nbytes = 1, right_bytes + batch * m * per_row
     if len(left) == 2 and m * per_row > (most := min(PIECE_BYTES, limit - right_bytes)):
         pieces = -(-m // max(most // per_row // ROWS * ROWS, ROWS))
         m = -(-m // (pieces * ROWS)) * ROWS
-        pieces = -(-rows // m)
-    return Padding(m, k, n, takes_left, takes_right, a.turned, b.turned, right_bytes + batch * m * per_row, pieces)
+        pieces, nbytes = -(-rows // m), right_bytes + m * per_row
+    elif cuts_output:  # the result is made when the operands' copies are gone
+        uncut = itemsize * batch * m * n
+        nbytes = max(nbytes - itemsize * batch * rows * cols, uncut)
+    return Padding(m, k, n, takes_left, takes_right, a.turned, b.turned, nbytes, pieces)
 
 
 def may_pad(left: Shape, right: Shape, limit: int = PAD_LIMIT) -> bool:

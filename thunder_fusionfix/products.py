@@ -13,11 +13,16 @@ what is done depends on shapes, strides, dtype, device and the limit alone.
 from __future__ import annotations
 
 import torch
+from torch import constant_pad_nd
 
-from thunder_fusionfix.padding import Padding, choose_padding
+from thunder_fusionfix.padding import Padding, choose_padding, up
 
 _PADDED = (torch.float16, torch.bfloat16)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_unsafe_view = torch.ops.aten._unsafe_view.default
+
+SMALL_BYTES = 4 * 2**20
+"""Copies below this are cleared whole: that takes the GPU no longer than a launch, and the host one call instead of four."""
 
 
 def padded_product(
@@ -39,7 +44,7 @@ def padded_product(
 
 def as_result(out: torch.Tensor, *shape: int) -> torch.Tensor:
     """The dense ``out`` in ``shape``, and no view to autograd, which forbids to write to an output that is one."""
-    return torch.ops.aten._unsafe_view(out, shape)
+    return _unsafe_view(out, shape)
 
 
 def may_be_padded(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -59,60 +64,58 @@ def may_be_padded(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 def multiplied(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, padding: Padding) -> torch.Tensor:
     """``left @ right + bias``, done as ``padding`` says: dense and row-major."""
-    depth, num_out = right.shape[-2:]
-    fills = padding.depth != depth
+    rows, num_out = left.shape[-2], right.shape[-1]
     if padding.right:
-        copy = _copied(right, padding.depth, padding.cols, padding.right_turned)
-        if fills:
-            copy[..., depth:, :].zero_()
-        right = copy
+        right = _copied(right, padding.depth, padding.cols, padding.right_turned, -2)
     if bias is not None and padding.cols != num_out:
         wide = bias.new_empty(padding.cols)
-        wide[:num_out].copy_(bias)
+        wide.narrow(0, 0, num_out).copy_(bias)
         bias = wide
     if padding.pieces > 1:
         return _in_pieces(left, right, bias, padding, num_out)
-    rows = left.shape[-2]
-    product = _product(_left(left, padding.rows, padding), right, bias)
-    out = product[..., :rows, :num_out].contiguous()
-    return as_result(out, *out.shape)
+    if padding.left:
+        left = _copied(left, padding.rows, padding.depth, padding.left_turned, -1)
+    product = _product(left, right, bias)
+    del left, right  # copies end here
+    if product.shape[-2:] == (rows, num_out):
+        return product
+    out = product.as_strided((*product.shape[:-2], rows, num_out), product.stride()).contiguous()
+    return as_result(out, *out.shape) if out._is_view() else out
 
 
 def _in_pieces(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, padding: Padding, num_out: int
 ) -> torch.Tensor:
     """Two matrices, `padding.rows` rows at a time, each piece written where it belongs."""
-    rows, cuts = left.shape[0], padding.cols != num_out
-    room = -(-rows // 8) * 8 if padding.left_turned and not cuts else rows  # the last piece may have padded rows
+    rows, cuts, pads_rows = left.shape[0], padding.cols != num_out, padding.left and padding.left_turned
+    room = up(rows) if pads_rows and not cuts else rows  # the last piece may have padded rows
     out = left.new_empty((room, num_out))
     for start in range(0, rows, padding.rows):
-        piece = left[start : start + padding.rows]
-        taken = piece.shape[0]
-        padded_rows = -(-taken // 8) * 8 if padding.left and padding.left_turned else taken
-        piece = _left(piece, padded_rows, padding)
+        taken = min(padding.rows, rows - start)
+        piece, made = left.narrow(0, start, taken), up(taken) if pads_rows else taken
+        if padding.left:
+            piece = _copied(piece, made, padding.depth, padding.left_turned, -1)
         if cuts:
-            out[start : start + taken].copy_(_product(piece, right, bias)[:taken, :num_out])
+            product = _product(piece, right, bias)
+            out.narrow(0, start, taken).copy_(product.as_strided((taken, num_out), product.stride()))
+            del product  # before the next is made
         else:
-            _product(piece, right, bias, out[start : start + padded_rows])
-    return as_result(out[:rows], rows, num_out)
+            _product(piece, right, bias, out.narrow(0, start, made))
+    return out if room == rows else as_result(out.narrow(0, 0, rows), rows, num_out)
 
 
-def _left(left: torch.Tensor, rows: int, padding: Padding) -> torch.Tensor:
-    """The left operand, or these of its rows, as the product takes it."""
-    if not padding.left:
-        return left
-    depth = left.shape[-1]
-    copy = _copied(left, rows, padding.depth, padding.left_turned)
-    if padding.depth != depth:
-        copy[..., depth:].zero_()
-    return copy
-
-
-def _copied(matrix: torch.Tensor, rows: int, cols: int, turned: bool) -> torch.Tensor:
-    """``matrix`` in the corner of a new ``[..., rows, cols]``, whose other elements may hold anything."""
-    leading = matrix.shape[:-2]
+def _copied(matrix: torch.Tensor, rows: int, cols: int, turned: bool, depth_dim: int) -> torch.Tensor:
+    """``matrix`` in the corner of a new ``[..., rows, cols]``; behind it zeros along ``depth_dim``, and anything elsewhere."""
+    *leading, num_rows, num_cols = matrix.shape
+    depth, num_depth = (rows, num_rows) if depth_dim == -2 else (cols, num_cols)
+    if depth != num_depth and matrix.numel() * matrix.element_size() < SMALL_BYTES:
+        if turned:
+            return constant_pad_nd(matrix.mT, (0, rows - num_rows, 0, cols - num_cols)).mT
+        return constant_pad_nd(matrix, (0, cols - num_cols, 0, rows - num_rows))
     copy = matrix.new_empty((*leading, cols, rows)).mT if turned else matrix.new_empty((*leading, rows, cols))
-    copy[..., : matrix.shape[-2], : matrix.shape[-1]].copy_(matrix)
+    copy.as_strided(matrix.shape, copy.stride()).copy_(matrix)
+    if depth != num_depth:
+        copy.narrow(depth_dim, num_depth, depth - num_depth).zero_()
     return copy
 
 
