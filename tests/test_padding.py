@@ -271,8 +271,7 @@ def test_logits_are_copied_in_pieces() -> None:
     for product in ("fwd", "dx", "dw"):
         padding = choose_padding(*layer(product, 8192, 768, 50257))
         assert padding is not None and padding.pieces > 1 and padding.rows % ALIGNED == 0
-        right_bytes = 2 * up(768) * up(50257)
-        assert padding.nbytes <= right_bytes + PIECE_BYTES
+        assert padding.nbytes <= PIECE_BYTES and not padding.right  # the weight is not copied
         rows = 50257 if product == "dw" else 8192
         assert padding.rows * (padding.pieces - 1) < rows <= padding.rows * padding.pieces
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from thunder_fusionfix import padding as padding_module
 from thunder_fusionfix import products
 from thunder_fusionfix.padding import Padding, pad_what_is_misaligned
 from thunder_fusionfix.products import may_be_padded, multiplied, padded_product
@@ -47,6 +48,7 @@ HOW = st.sampled_from(("dense", "turned", "with gaps", "scattered", "repeated", 
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a test sets is undone."""
     monkeypatch.setattr(products, "SMALL_BYTES", products.SMALL_BYTES)
+    monkeypatch.setattr(padding_module, "SPLIT_BYTES", padding_module.SPLIT_BYTES)
 
 
 def padding_of(left: torch.Tensor, right: torch.Tensor) -> Padding | None:
@@ -66,12 +68,15 @@ def relative(got: torch.Tensor, want: torch.Tensor) -> float:
     st.sampled_from(sorted(EPS, key=str)),
     st.booleans(),
     st.sampled_from((0, 2**20)),
+    st.sampled_from((0, 2**20)),
     st.integers(0, 2**31),
 )
-def test_padded_products_equal_float64(leading, sizes, left_how, right_how, dtype, has_bias, small, seed) -> None:
+def test_padded_products_equal_float64(
+    leading, sizes, left_how, right_how, dtype, has_bias, small, split, seed
+) -> None:
     """Any shapes and strides: as near to float64 as one rounding of the result allows, dense, no view, of the same dtype."""
     m, k, n = sizes
-    products.SMALL_BYTES = small
+    products.SMALL_BYTES, padding_module.SPLIT_BYTES = small, split
     left = laid((*leading, m, k), left_how, dtype, seed)
     right = laid((*leading, k, n), right_how, dtype, seed + 1)
     bias = torch.randn(n).to(dtype) if has_bias and not leading else None
@@ -106,6 +111,43 @@ def test_pieces_put_together_are_the_whole(how, sizes, has_bias) -> None:
     want = left.double() @ right.double() + (0 if bias is None else bias.double())
     assert relative(got, want) < 2 * EPS[torch.bfloat16]
     assert relative(got, multiplied(left, right, bias, padding).double()) < EPS[torch.bfloat16]
+
+
+@pytest.mark.parametrize("num_pieces", [1, 4])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize(
+    ("sizes", "right_how", "want"),
+    [((50, 16, 29), "turned", (16, 24)), ((50, 101, 16), "dense", (96, 16))],
+    ids=["last columns", "last terms"],
+)
+def test_what_is_done_apart_leaves_the_right_operand_where_it_is(
+    sizes, right_how, want, has_bias, num_pieces, monkeypatch
+) -> None:
+    """The last columns, and the last terms, of a product whose right operand is not copied: as near to float64 as the whole."""
+    m, k, n = sizes
+    left, right = laid((m, k), "dense", torch.bfloat16, 0), laid((k, n), right_how, torch.bfloat16, 1)
+    bias = torch.randn(n, dtype=torch.bfloat16) if has_bias else None
+    whole = padding_of(left, right)
+    monkeypatch.setattr(padding_module, "SPLIT_BYTES", 0)
+    apart = padding_of(left, right)
+    assert whole is not None and whole.right
+    assert apart is not None and not apart.right and (apart.depth, apart.cols) == want
+    assert apart.nbytes < whole.nbytes or right_how == "turned"
+    fields = {name: getattr(apart, name) for name in Padding.__dataclass_fields__}
+    if num_pieces > 1:
+        apart = Padding(**{**fields, "rows": 16, "pieces": num_pieces})
+    exact = left.double() @ right.double() + (0 if bias is None else bias.double())
+    got = multiplied(left, right, bias, apart)
+    assert got.is_contiguous() and not got._is_view()
+    assert relative(got, exact) < 1.5 * relative(multiplied(left, right, bias, whole), exact)
+
+
+def test_few_columns_or_terms_are_never_all_done_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fewer than 8 leave nothing for the aligned product: they are padded."""
+    monkeypatch.setattr(padding_module, "SPLIT_BYTES", 0)
+    for m, k, n, how in ((5, 16, 6, "turned"), (3, 6, 16, "dense")):
+        padding = padding_of(laid((m, k), "dense", torch.bfloat16, 0), laid((k, n), how, torch.bfloat16, 1))
+        assert padding is not None and padding.right and min(padding.depth, padding.cols) >= 8
 
 
 @pytest.mark.parametrize("small", [0, 2**20])

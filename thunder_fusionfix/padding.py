@@ -13,8 +13,11 @@ The cure copies into a padded buffer what is misaligned, and nothing else:
     M      it lies densely in the left operand                anything           a copy of the left operand; of a 2-D output the
                                                                                  rows that are cut stand behind the others
 
+A large right operand that lies well by itself is not copied: the last N % 8 columns of the output are a product of their own, and so are
+the last K % 8 terms of the sums, to which the others are added.
+
 Zeros meet zeros, so infinities and NaNs stay where they were. What stands in padded columns and rows is cut off with them. Products
-of two matrices are done a few rows at a time where copies would be large: the right operand is copied once, and then each
+of two matrices are done a few rows at a time where copies would be large: the right operand is copied once, if at all, and then each
 piece of the left one and of the output, so that nothing of the size of logits is ever held twice.
 
 The price is a roofline with the constants below; what is not clearly faster stays as it is. Everything here is arithmetic on shapes
@@ -38,6 +41,9 @@ PAD_LIMIT = 256 * 2**20
 
 PIECE_BYTES = 64 * 2**20
 """Bytes of the copies of one piece: the left operand's rows and the output's."""
+
+SPLIT_BYTES = 8 * 2**20
+"""A right operand from this size on is not copied for the sake of a few columns of the output, or of K: these are done apart."""
 
 ROWS = 128
 """Rows of a piece are a multiple of this: whole tiles."""
@@ -97,8 +103,8 @@ class Padding:
     """How one product is padded: sizes after padding, and what is copied."""
 
     rows: int  # M, of one piece where there are several
-    depth: int  # K
-    cols: int  # N
+    depth: int  # K; less than it was where the rest is done apart
+    cols: int  # N; likewise
     left: bool  # the left operand is copied
     right: bool  # the right operand is copied
     left_turned: bool  # the left operand's rows lie densely, not its columns; so does its copy
@@ -162,7 +168,9 @@ def choose_padding(
         itemsize: bytes of an element; only 2 is ever padded.
 
     >>> choose_padding((8192, 768), (768, 1), (768, 50257), (1, 768)).cols
-    50264
+    50256
+    >>> choose_padding((4096, 28), (28, 1), (28, 18944), (1, 28)).depth
+    32
     >>> choose_padding((4096, 28), (28, 1), (28, 28), (1, 28)) is None  # a launch costs more
     True
     >>> choose_padding((4096, 18944), (18944, 1), (18944, 32), (1, 18944)) is None  # nothing is misaligned
@@ -196,6 +204,13 @@ def pad_what_is_misaligned(
     if not (takes_left or takes_right):
         return None
     m, k, n = (up(size) if pads else size for size, pads in ((rows, pads_rows), (depth, pads_depth), (cols, pads_cols)))
+    splits = False
+    if len(left) == 2 and not b.has_odd_lead and itemsize * depth * cols >= SPLIT_BYTES:
+        if pads_cols and not pads_depth and b.turned and cols > ALIGNED:
+            splits, n = True, cols - cols % ALIGNED
+        elif pads_depth and not pads_cols and b.is_read_in_place and not b.turned and depth >= max(rows, ALIGNED):
+            splits, k = True, depth - depth % ALIGNED
+    takes_right = takes_right and not splits
     cuts_output = n != cols or (m != rows and len(left) > 2)
     per_row = itemsize * (k * takes_left + n * cuts_output)
     right_bytes = itemsize * batch * k * n * takes_right
@@ -204,7 +219,7 @@ def pad_what_is_misaligned(
         pieces = -(-m // max(most // per_row // ROWS * ROWS, ROWS))
         m = -(-m // (pieces * ROWS)) * ROWS
         pieces, nbytes = -(-rows // m), right_bytes + m * per_row
-    elif cuts_output:  # the result is made when the operands' copies are gone
+    elif cuts_output and not splits:  # the result is made when the operands' copies are gone
         uncut = itemsize * batch * m * n
         nbytes = max(nbytes - itemsize * batch * rows * cols, uncut)
     return Padding(m, k, n, takes_left, takes_right, a.turned, b.turned, nbytes, pieces)
@@ -274,7 +289,7 @@ class _Price:
         flops = self._flops(rows, depth, cols, is_aligned=True)
         moved = self._bytes(rows, depth) + self._bytes(depth, cols) + self._bytes(rows, cols)
         product = padding.pieces * max(flops / ALIGNED_FLOPS_PER_MS, moved / ALIGNED_BYTES_PER_MS, LAUNCH_MS)
-        pads_depth = depth != self.depth
+        pads_depth = depth > self.depth
         if padding.left:
             dense = rows if padding.left_turned else depth
             product += self._copy(self.rows, self.depth, is_dense=dense == self.left.dense)
@@ -282,6 +297,10 @@ class _Price:
         if padding.right:
             dense = depth if padding.right_turned else cols
             product += self._copy(self.depth, self.cols, is_dense=dense == self.right.dense) + LAUNCH_MS * pads_depth
+        if depth < self.depth:  # the last terms, and what is added to them
+            product += LAUNCH_MS + 2 * self._bytes(self.rows, self.cols) / MISALIGNED_WRITE_BYTES_PER_MS
+        if cols < self.cols:  # the last columns
+            product += 2 * LAUNCH_MS + self._bytes(self.rows, self.depth) / MISALIGNED_READ_BYTES_PER_MS
         if cols != self.cols or (rows != self.rows and self.batch > 1):
             product += self._copy(self.rows, self.cols, is_dense=False) + LAUNCH_MS * (padding.pieces - 1)
         return product

@@ -1,10 +1,19 @@
 """Matrix products whose operands are padded first where `padding.choose_padding` says that it is faster.
 
-    left[8192, 768] @ right[768, 50257], the right operand a transposed view; 1 piece shown of 17:
+    x[4096, 28] @ w[28, 18944], both K-dense: w a transposed view
 
-        right32 = empty(50264, 768).T;  right32[:, :50257] = right        (once)
-        piece = left[:480] @ right32                                      ([480, 50264]: its rows start at multiples of 16 bytes)
-        out[:480] = piece[:, :50257]
+        out = [x | 0][4096, 32] @ [w | 0][32, 18944]
+
+    x[8192, 768] @ w[768, 50257], w a transposed view; one piece of rows shown
+
+        out[:, 50256:] = x @ w[:, 50256:]
+        piece[512, 50256] = x[:512] @ w[:, :50256]      its rows start at multiples of 16 bytes; those of out do not
+        out[:512, :50256] = piece
+
+    dy[1024, 50257] @ w[50257, 768], one piece of rows shown
+
+        out = dy[:, 50256:] @ w[50256:]
+        out[:512] += copy(dy[:512, :50256]) @ w[:50256]
 
 The result is dense and row-major, in the shape and dtype that ATen gives. Nothing reads the device, so that a CUDA graph can record it:
 what is done depends on shapes, strides, dtype, device and the limit alone.
@@ -67,11 +76,11 @@ def multiplied(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | Non
     rows, num_out = left.shape[-2], right.shape[-1]
     if padding.right:
         right = _copied(right, padding.depth, padding.cols, padding.right_turned, -2)
-    if bias is not None and padding.cols != num_out:
+    if bias is not None and padding.cols > num_out:
         wide = bias.new_empty(padding.cols)
         wide.narrow(0, 0, num_out).copy_(bias)
         bias = wide
-    if padding.pieces > 1:
+    if padding.pieces > 1 or padding.cols < num_out or padding.depth < left.shape[-1]:
         return _in_pieces(left, right, bias, padding, num_out)
     if padding.left:
         left = _copied(left, padding.rows, padding.depth, padding.left_turned, -1)
@@ -86,21 +95,33 @@ def multiplied(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | Non
 def _in_pieces(
     left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None, padding: Padding, num_out: int
 ) -> torch.Tensor:
-    """Two matrices, `padding.rows` rows at a time, each piece written where it belongs."""
-    rows, cuts, pads_rows = left.shape[0], padding.cols != num_out, padding.left and padding.left_turned
+    """Two matrices, `padding.rows` rows at a time, each piece written where it belongs; what is done apart first."""
+    (rows, depth), cuts, pads_rows = left.shape, padding.cols != num_out, padding.left and padding.left_turned
     room = up(rows) if pads_rows and not cuts else rows  # the last piece may have padded rows
-    out = left.new_empty((room, num_out))
+    adds = padding.depth < depth
+    if adds:  # the smaller sum is rounded first
+        rest = depth - padding.depth
+        out = _product(left.narrow(1, padding.depth, rest), right.narrow(0, padding.depth, rest), bias)
+        left, right = left.narrow(1, 0, padding.depth), right.narrow(0, 0, padding.depth)
+    else:
+        out = left.new_empty((room, num_out))
+    cols, rest = min(padding.cols, num_out), num_out - padding.cols
+    if rest > 0:
+        last = None if bias is None else bias.narrow(0, cols, rest)
+        out.narrow(1, cols, rest).copy_(_product(left, right.narrow(1, cols, rest), last))
+        right, bias = right.narrow(1, 0, cols), None if bias is None else bias.narrow(0, 0, cols)
     for start in range(0, rows, padding.rows):
         taken = min(padding.rows, rows - start)
         piece, made = left.narrow(0, start, taken), up(taken) if pads_rows else taken
         if padding.left:
             piece = _copied(piece, made, padding.depth, padding.left_turned, -1)
+        target = out.narrow(0, start, taken if cuts else made)
         if cuts:
             product = _product(piece, right, bias)
-            out.narrow(0, start, taken).copy_(product.as_strided((taken, num_out), product.stride()))
+            target.narrow(1, 0, cols).copy_(product.as_strided((taken, cols), product.stride()))
             del product  # before the next is made
         else:
-            _product(piece, right, bias, out.narrow(0, start, made))
+            _product(piece, right, target if adds else bias, target)
     return out if room == rows else as_result(out.narrow(0, 0, rows), rows, num_out)
 
 
