@@ -143,8 +143,12 @@ def test_compare_runs_real_tensors_inside_of_a_fake_mode():
         assert compare(before, after).differing == ("y",)
 
 
-def test_folding_matmuls_are_run_as_what_they_compute():
-    """Their last argument, what a fold may copy, changes no number."""
+@pytest.mark.parametrize("limits", ["1024", "1024, 4096", "None, 4096"])
+def test_the_entry_s_matmuls_are_run_as_what_they_compute(limits):
+    """Their last arguments, what a fold and padding may copy, change no number."""
     text = 'def f(x, w):\n  # x: "cpu f32[3, 4]"\n  # w: "cpu f32[2, 4]"\n  y = {}  # y: "cpu f32[3, 2]"\n  return y'
-    one = parse(text.format("fusionfix_linear(x, w, None, 1024)"))
+    one = parse(text.format(f"fusionfix_linear(x, w, None, {limits})"))
     assert compare(one, parse(text.format("torch.nn.functional.linear(x, w, None)"))).differing == ()
+    text = 'def f(x, w):\n  # x: "cpu f32[3, 4]"\n  # w: "cpu f32[4, 2]"\n  y = {}  # y: "cpu f32[3, 2]"\n  return y'
+    one = parse(text.format(f"fusionfix_matmul(x, w, {limits})"))
+    assert compare(one, parse(text.format("torch.matmul(x, w)"))).differing == ()
