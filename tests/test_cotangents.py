@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 
 import pytest
 import torch
 from thunder.executors.torch_autograd import connect_to_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
 
 from thunder_fusionfix import cotangents
 from thunder_fusionfix.cotangents import engine_references, own
@@ -43,10 +45,17 @@ class Function:
         (given,) = cotangents
         cotangents.clear()
         saved[0].clear()
-        gradient, memory = given * 3, StorageWeakRef(given.untyped_storage())
+        gradient = given * 3
+        memory = StorageWeakRef(given.untyped_storage()) if torch._C._has_storage(given) else None
         del given
-        self.freed.append(memory.expired())
+        self.freed.append(memory is not None and memory.expired())
         return (gradient,)
+
+
+@pytest.fixture(autouse=True)
+def measured() -> None:
+    """A compile asks before it writes the statement."""
+    engine_references()
 
 
 def leaf() -> torch.Tensor:
@@ -216,6 +225,135 @@ def test_backward_under_anomaly_detection_is_right() -> None:
     torch.testing.assert_close(x.grad, 18 * x.detach())
 
 
+# ---------------------------------------------------------------- who calls the backward, and how
+
+
+def test_batched_cotangents_are_left_alone() -> None:
+    """Those of ``is_grads_batched`` and of a vectorized jacobian are plain tensors by their type, but have no storage to count."""
+    function, x = Function(), torch.randn(4, requires_grad=True)
+    (jacobian,) = torch.autograd.grad(function(x) * 2, x, torch.eye(4), is_grads_batched=True)
+    torch.testing.assert_close(jacobian, 6 * torch.eye(4))
+    torch.testing.assert_close(
+        torch.autograd.functional.jacobian(lambda x: Function()(x) * 2, x, vectorize=True), 6 * torch.eye(4)
+    )
+
+
+@pytest.mark.parametrize("names", range(4))
+def test_node_called_without_the_engine_leaves_its_argument_whole(names: int) -> None:
+    """A ``.grad`` counts as much as the engine does, but no engine is there."""
+    function, x, weight = Function(), leaf(), leaf()
+    weight.grad = torch.ones(SIZE)
+    y, held = function(x), [weight.grad] * names
+    *_, gradient = y.grad_fn.apply(*[weight.grad])
+    del held
+    torch.testing.assert_close(gradient, 3 * torch.ones(SIZE))
+    torch.testing.assert_close(weight.grad, torch.ones(SIZE))
+    assert function.freed == [False]
+
+
+@pytest.mark.parametrize("names", range(4))
+def test_count_made_while_dynamo_runs_another_thread_is_not_taken_for_another(names: int, monkeypatch) -> None:
+    """Python then holds the engine's arguments longer: what that adds must not hide a user's references once it is over."""
+    inside, over = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        torch._dynamo.graph_break()
+        inside.set()
+        over.wait()
+
+    monkeypatch.setattr(cotangents, "_alone", {})
+    thread = threading.Thread(target=torch.compile(wait, backend="eager"))
+    thread.start()
+    try:
+        assert inside.wait(60)
+        there = engine_references()
+    finally:
+        over.set()
+        thread.join()
+    assert there is not None and there.python > cotangents._counted(cotangents._nobody_else).python
+    for _ in range(2):  # before and after this thread has asked for itself
+        function, x, kept = Function(), leaf(), []
+        y = function(x)
+        y.register_hook(lambda given, kept=kept: kept.extend([given] * names))
+        (y * y).sum().backward()
+        for given in kept:
+            torch.testing.assert_close(given, 2 * y.detach())
+        torch.testing.assert_close(x.grad, 18 * x.detach())
+        engine_references()
+    assert function.freed == [names == 0]
+
+
+class Listener(TorchFunctionMode):
+    """Keeps every tensor that a function of torch's is called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: list[torch.Tensor] = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.kept += [arg for arg in args if isinstance(arg, torch.Tensor)]
+        return function(*args, **(kwargs or {}))
+
+
+def test_function_mode_neither_sees_nor_keeps_an_emptied_tensor() -> None:
+    """Counting and taking over are no calls of the user's program: with them or without, a mode is shown the same tensors."""
+    shown = []
+    for owns in (True, False):
+        function, x = Function(owns), leaf()
+        y = function(x)
+        loss = (y * y).sum()
+        with Listener() as listener:
+            torch.autograd.backward(loss)  # the method of a tensor would lift the mode
+        torch.testing.assert_close(x.grad, 18 * x.detach())
+        shown.append([tensor.shape for tensor in listener.kept])
+    assert shown[0] and shown[0] == shown[1]
+
+
+def test_what_a_hook_notes_on_a_cotangent_stays_on_it() -> None:
+    """A backward may return its cotangent, and a later hook look for the note."""
+
+    def note(given: torch.Tensor) -> None:
+        given.scaled = True
+
+    function, x = Function(), leaf()
+    y = function(x)
+    y.register_hook(note)
+    (y * y).sum().backward()
+    assert function.freed == [False]
+
+
+# ---------------------------------------------------------------- the question that is asked at compile time
+
+
+def test_question_saves_no_tensor_and_calls_nothing_that_a_mode_sees(monkeypatch) -> None:
+    """A checkpoint around the compile counts saved tensors; one more in the first forward than in the second is an error there."""
+    monkeypatch.setattr(cotangents, "_alone", {})
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), Listener() as listener:
+        assert engine_references() is not None
+    assert not saved and not listener.kept
+
+
+def test_question_is_answered_on_the_cpu_whatever_the_default_device(monkeypatch) -> None:
+    """No device is touched for it."""
+    monkeypatch.setattr(cotangents, "_alone", {})
+    with torch.device("meta"):
+        assert engine_references() is not None
+
+
+def test_question_without_an_answer_is_asked_again(monkeypatch) -> None:
+    """Under compiled autograd, say, nothing can be told; the next compile may be another matter."""
+    monkeypatch.setattr(cotangents, "_alone", {})
+
+    def answer(share):
+        raise RuntimeError("compiled autograd")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cotangents, "_counted", answer)
+        assert engine_references() is None
+    assert engine_references() is not None
+
+
 class Subclass(torch.Tensor):
     """A tensor of a class of its own."""
 
@@ -245,14 +383,10 @@ def test_nothing_is_taken_where_counting_tells_nothing(monkeypatch) -> None:
     """With a torch whose counts do not change with a second owner, the engine keeps all, and the reason says so."""
     alone = engine_references()
     monkeypatch.setattr(cotangents, "_counted", lambda share: alone)
-    engine_references.cache_clear()
-    try:
-        assert engine_references() is None
-        assert cotangents.why_not() == "this torch does not tell who else has a cotangent"
-        function, x = Function(), leaf()
-        y = function(x)
-        (y * y).sum().backward()
-        assert function.freed == [False]
-    finally:
-        monkeypatch.undo()
-        engine_references.cache_clear()
+    monkeypatch.setattr(cotangents, "_alone", {})
+    assert engine_references() is None
+    assert cotangents.why_not() == "this torch does not tell who else has a cotangent"
+    function, x = Function(), leaf()
+    y = function(x)
+    (y * y).sum().backward()
+    assert function.freed == [False]

@@ -13,12 +13,16 @@ own that nobody looks at (`engine_references`). Any other count, and the cotange
 
 PyTorch's pull request 177837 lets AOTAutograd's backward take its tangents over too, by another way: the engine hands them out in a list.
 
+What is counted of the engine's own call depends on who calls: Dynamo, while any thread runs a frame of its own, has Python hold
+arguments longer, and a user can call a node without the engine. So both stand in the count: where they differ, nothing is taken.
+A debugger that stops in Thunder's autograd function finds the engine's arguments there empty.
+
 Invariants: values, shapes, dtypes and strides are what they were; no device is read; without references to count nothing is taken.
+What is done here is no part of the user's program: no saved-tensor hook, checkpoint or function mode gets to see it.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -43,6 +47,8 @@ class References(NamedTuple):
     native: int  # to the tensor: the engine's, and that of the Python object
     memory: int  # to its storage
     weak: int
+    given_on: int  # to an object that two Python calls give on as the engine's call gives the cotangents
+    node: type | None  # of the autograd graph, that the engine runs; None without the engine
 
 
 def references(collection: list[torch.Tensor], at: int) -> References:
@@ -52,30 +58,44 @@ def references(collection: list[torch.Tensor], at: int) -> References:
         collection[at]._use_count(),
         torch._C._storage_Use_Count(collection[at].untyped_storage()._cdata),
         weakref.getweakrefcount(collection[at]),
+        _give_on(None, object()),
+        type(torch._C._current_autograd_node()),
     )
 
 
+def _give_on(context: None, *values: object) -> int:
+    return _given_on(context, *values)
+
+
+def _given_on(context: None, *values: object) -> int:
+    return sys.getrefcount(values[0])
+
+
+@torch.compiler.disable  # a backward that runs in a frame of Dynamo's would have it compiled
 def own(collection: object) -> None:
     """Puts tensors of the trace's own in place of those cotangents that autograd's engine alone has.
 
     Args:
         collection: the list that Thunder hands to a backward, before anything was taken from it. Anything else is left alone.
     """
-    alone = engine_references()
+    alone = _alone.get(_give_on(None, object()))
     if alone is None or type(collection) is not list:
         return
-    for at in range(len(collection)):
-        if _may_be_owned(collection[at]) and references(collection, at) == alone:
-            _take(collection, at)
+    with torch._C.DisableTorchFunction():
+        for at in range(len(collection)):
+            if _may_be_owned(collection[at]) and references(collection, at) == alone:
+                _take(collection, at)
 
 
 def _may_be_owned(value: Any) -> bool:
-    """True for a tensor of the plain kind; no name is given to it that would outlive the call."""
+    """True for a tensor of the plain kind, none of `torch.vmap`'s; no name is given to it that would outlive the call."""
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
+        and torch._C._has_storage(value)
         and not value.requires_grad
         and not value.is_inference()
+        and not vars(value)  # what a hook notes on it would be lost where the trace returns it
     )
 
 
@@ -85,17 +105,31 @@ def _take(collection: list[torch.Tensor], at: int) -> None:
     collection[at] = mine
 
 
-@functools.cache
-def engine_references() -> References | None:
-    """What is counted of a cotangent that the engine alone has; None where this torch or Python does not tell.
+_alone: dict[int, References] = {}  # what was counted in this process, by `References.given_on`
 
-    Asks a backward whose cotangent nobody else has, and then backwards whose cotangent a hook keeps, the caller has, or a hook of the node
-    will be given: where one of those counts the same, counting tells nothing.
+
+def engine_references() -> References | None:
+    """What is counted of a cotangent that the engine alone has; None where this torch or Python does not tell now.
+
+    Asked when a backward is compiled; `own` asks nothing in a user's backward. An answer is kept for the process, None is not.
+    """
+    caller = _give_on(None, object())
+    if caller not in _alone and (found := _measured()) is not None:
+        _alone[found.given_on] = found
+    return _alone.get(caller)
+
+
+def _measured() -> References | None:
+    """Asks a backward whose cotangent nobody else has, and then backwards whose cotangent has a second owner.
+
+    A hook keeps it, the caller has it, or a hook of the node will be given it: where one of those counts the same, counting tells nothing.
+    It may be asked within a forward that is checkpointed, where tensors that are saved for a backward are counted: these programs save none.
     """
     try:
-        with real_tensors(), torch.inference_mode(False), torch.enable_grad():
+        with real_tensors(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
             alone, again, *others = map(_counted, (_nobody_else, _nobody_else, *_OTHER_OWNERS))
-    except (AttributeError, NotImplementedError, RuntimeError, TypeError):  # a private function of torch's is gone
+    except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError):
+        # a private function of torch's is gone, or the engine does not call the backward
         return None
     return alone if alone == again and alone not in others else None
 
@@ -108,9 +142,9 @@ def _counted(share: Callable[[torch.Tensor, list[Any]], None]) -> References:
         found.append(references(cotangents, 0))
         saved[0].clear()
         cotangents.clear()
-        return (torch.ones(2),)
+        return (_ones(),)
 
-    argument, output = torch.ones(2, requires_grad=True), torch.ones(2)
+    argument, output = _ones().requires_grad_(), _ones()
     connect_to_autograd(
         backward_fn=backward,
         flat_args=(argument,),
@@ -126,36 +160,46 @@ def _counted(share: Callable[[torch.Tensor, list[Any]], None]) -> References:
     return found[0]
 
 
+def _ones() -> torch.Tensor:
+    return torch.ones(2, device="cpu")
+
+
 def _nobody_else(output: torch.Tensor, kept: list[Any]) -> None:
-    (output * output).sum().backward()
+    output.neg().sum().backward()
 
 
 def _kept_by_hook(output: torch.Tensor, kept: list[Any]) -> None:
     output.register_hook(kept.append)
-    (output * output).sum().backward()
+    output.neg().sum().backward()
 
 
 def _given_by_caller(output: torch.Tensor, kept: list[Any]) -> None:
-    output.backward(torch.ones(2))
+    output.backward(_ones())
+
+
+def _given_without_engine(output: torch.Tensor, kept: list[Any]) -> None:
+    leaf = _ones().requires_grad_()
+    leaf.grad = _ones()
+    output.grad_fn.apply(*[leaf.grad])
 
 
 def _asked_for(output: torch.Tensor, kept: list[Any]) -> None:
     edge = output.grad_fn.next_functions
     leaf = next(function.variable for function, _ in edge if hasattr(function, "variable"))
-    torch.autograd.grad((output * output).sum(), (output, leaf))
+    torch.autograd.grad(output.neg().sum(), (output, leaf))
 
 
 def _given_to_hook(output: torch.Tensor, kept: list[Any]) -> None:
     output.grad_fn.register_hook(lambda gradients, cotangents: kept.append(cotangents))
-    (output * output).sum().backward()
+    output.neg().sum().backward()
 
 
 def _viewed(output: torch.Tensor, kept: list[Any]) -> None:
     output.register_hook(lambda cotangent: kept.append(cotangent.view(-1)))
-    (output * output).sum().backward()
+    output.neg().sum().backward()
 
 
-_OTHER_OWNERS = (_kept_by_hook, _given_by_caller, _asked_for, _given_to_hook, _viewed)
+_OTHER_OWNERS = (_kept_by_hook, _given_by_caller, _given_without_engine, _asked_for, _given_to_hook, _viewed)
 
 
 def why_not() -> str | None:

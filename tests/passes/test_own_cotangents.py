@@ -11,6 +11,7 @@ from helpers import GraphBuilder
 from runs import assert_equal, copied, run
 from thunder.core.transform_common import Transform
 from thunder.dynamo import ThunderCompiler
+from torch.utils.checkpoint import checkpoint
 
 from thunder_fusionfix import FusionFixTransform
 from thunder_fusionfix.facts import Facts
@@ -147,6 +148,34 @@ def test_backward_that_owns_frees_at_run_time(monkeypatch) -> None:
     monkeypatch.setattr(cotangents, "_take", lambda given, at: (taken.append(given[at].nbytes), take(given, at)))
     gradients(FusionFixTransform(strict=True))
     assert taken == [1024 * 1024 * 4]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_compile_within_a_checkpoint_is_right(use_reentrant: bool, monkeypatch) -> None:
+    """The checkpoint counts what is saved while the compile asks how the engine counts."""
+    from thunder_fusionfix import cotangents
+
+    def gradients(*transforms):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        layer, x = torch.nn.Linear(32, 1024), torch.randn(1024, 32, requires_grad=True)
+
+        def forward(x):
+            return torch.nn.functional.silu(layer(x).sin() * 2)
+
+        with nvfuser_on_cpu(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            backend = ThunderCompiler(executors=("nvfuser",), transforms=list(transforms))
+            compiled = torch.compile(forward, backend=backend)
+            y = checkpoint(lambda x: compiled(x) + 1, x, use_reentrant=use_reentrant)
+            (y.softmax(-1) * y).sum().backward()
+        return {"x": x.grad, **{name: weight.grad for name, weight in layer.named_parameters()}}
+
+    plain = gradients()
+    monkeypatch.setattr(cotangents, "_alone", {})
+    fix = FusionFixTransform(strict=True)
+    assert_equal(gradients(fix), plain)
+    assert any(d.applied for report in fix.reports for d in report.decisions if d.pass_name == "own_cotangents")
 
 
 def test_option_switches_it_off() -> None:
