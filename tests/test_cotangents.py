@@ -66,7 +66,8 @@ def test_engine_references_tell_here() -> None:
     """Counting works with this torch and Python, and every second owner is seen."""
     alone = engine_references()
     assert alone is not None
-    assert all(cotangents._counted(share) != alone for share in cotangents._OTHER_OWNERS)
+    assert len(set(alone)) == 2, "one count for a tensor, another for a view"
+    assert not any(cotangents._counted(share) in alone for share in cotangents._OTHER_OWNERS)
 
 
 @pytest.mark.parametrize(("owns", "freed"), [(True, True), (False, False)])
@@ -270,7 +271,7 @@ def test_count_made_while_dynamo_runs_another_thread_is_not_taken_for_another(na
     finally:
         over.set()
         thread.join()
-    assert there is not None and there.python > cotangents._counted(cotangents._nobody_else).python
+    assert there is not None and there[0].python > cotangents._counted(cotangents._nobody_else).python
     for _ in range(2):  # before and after this thread has asked for itself
         function, x, kept = Function(), leaf(), []
         y = function(x)
@@ -319,6 +320,59 @@ def test_what_a_hook_notes_on_a_cotangent_stays_on_it() -> None:
     y = function(x)
     y.register_hook(note)
     (y * y).sum().backward()
+    assert function.freed == [False]
+
+
+# ---------------------------------------------------------------- views
+
+
+class Views(torch.autograd.Function):
+    """y -> 2 y, whose backward gives a view of a tensor twice as long, as one that ends in a slice and a reshape; keeps what it is told to."""
+
+    @staticmethod
+    def forward(context, y, kept, keep):
+        context.kept, context.keep = kept, keep
+        return 2 * y
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context, gradient):
+        whole = torch.cat([2 * gradient, gradient])
+        kept = {
+            "base": whole,
+            "sibling": whole[SIZE:],
+            "overlapping": whole[SIZE // 2 :],
+            "storage": whole.untyped_storage(),
+        }
+        if context.keep in kept:
+            context.kept += [kept[context.keep], whole.clone()]
+        return whole.view(2, SIZE)[0], None, None
+
+
+@pytest.mark.parametrize("keep", ["", "base", "sibling", "overlapping", "storage"])
+def test_view_is_taken_over_where_nobody_else_has_what_it_is_a_view_of(keep: str) -> None:
+    """All of its memory goes then; whoever kept the tensor, another view or the storage finds it whole."""
+    function, x, kept = Function(), leaf(), []
+    Views.apply(function(x), kept, keep).square().sum().backward()
+    torch.testing.assert_close(x.grad, 72 * x.detach())
+    assert function.freed == [not keep]
+    if keep == "storage":
+        kept[0] = torch.empty(0).set_(kept[0], 0, (2 * SIZE,), (1,))
+    if keep:
+        got, whole = kept
+        assert got.numel() in (2 * SIZE, SIZE, SIZE + SIZE // 2)
+        torch.testing.assert_close(got, whole[-got.numel() :])
+
+
+@pytest.mark.parametrize("hook", [lambda kept, given: kept.append(given), lambda kept, given: kept.append(given._base)])
+def test_view_that_a_hook_keeps_stays_whole(hook) -> None:
+    """The view, or what it is a view of."""
+    function, x, kept = Function(), leaf(), []
+    y = function(x)
+    y.register_hook(lambda given: hook(kept, given))
+    Views.apply(y, [], "").square().sum().backward()
+    torch.testing.assert_close(x.grad, 72 * x.detach())
+    torch.testing.assert_close(kept[0][:SIZE], 8 * y.detach())
     assert function.freed == [False]
 
 
@@ -382,7 +436,8 @@ def test_own_leaves_what_is_no_list_alone() -> None:
 def test_nothing_is_taken_where_counting_tells_nothing(monkeypatch) -> None:
     """With a torch whose counts do not change with a second owner, the engine keeps all, and the reason says so."""
     alone = engine_references()
-    monkeypatch.setattr(cotangents, "_counted", lambda share: alone)
+    assert alone is not None
+    monkeypatch.setattr(cotangents, "_counted", lambda share: alone[0])
     monkeypatch.setattr(cotangents, "_alone", {})
     assert engine_references() is None
     assert cotangents.why_not() == "this torch does not tell who else has a cotangent"

@@ -47,6 +47,9 @@ class References(NamedTuple):
     native: int  # to the tensor: the engine's, and that of the Python object
     memory: int  # to its storage
     weak: int
+    base: (
+        tuple[int, int] | None
+    )  # of a view: to the Python object of the tensor that it is a view of, and to that tensor
     given_on: int  # to an object that two Python calls give on as the engine's call gives the cotangents
     node: type | None  # of the autograd graph, that the engine runs; None without the engine
 
@@ -58,6 +61,9 @@ def references(collection: list[torch.Tensor], at: int) -> References:
         collection[at]._use_count(),
         torch._C._storage_Use_Count(collection[at].untyped_storage()._cdata),
         weakref.getweakrefcount(collection[at]),
+        None
+        if collection[at]._base is None
+        else (sys.getrefcount(collection[at]._base), collection[at]._base._use_count()),
         _give_on(None, object()),
         type(torch._C._current_autograd_node()),
     )
@@ -83,7 +89,7 @@ def own(collection: object) -> None:
         return
     with torch._C.DisableTorchFunction():
         for at in range(len(collection)):
-            if _may_be_owned(collection[at]) and references(collection, at) == alone:
+            if _may_be_owned(collection[at]) and references(collection, at) in alone:
                 _take(collection, at)
 
 
@@ -101,25 +107,29 @@ def _may_be_owned(value: Any) -> bool:
 
 def _take(collection: list[torch.Tensor], at: int) -> None:
     mine = collection[at].detach()
+    if collection[at]._base is not None:
+        collection[at]._base.data = mine.new_empty(0)
     collection[at].data = mine.new_empty(0)  # what the engine goes on holding
     collection[at] = mine
 
 
-_alone: dict[int, References] = {}  # what was counted in this process, by `References.given_on`
+_alone: dict[int, tuple[References, ...]] = {}  # what was counted in this process, by `References.given_on`
 
 
-def engine_references() -> References | None:
+def engine_references() -> tuple[References, ...] | None:
     """What is counted of a cotangent that the engine alone has; None where this torch or Python does not tell now.
+
+    One count for a tensor, and one for a view of a tensor that only the view has, as a backward gives that ends in a reshape.
 
     Asked when a backward is compiled; `own` asks nothing in a user's backward. An answer is kept for the process, None is not.
     """
     caller = _give_on(None, object())
     if caller not in _alone and (found := _measured()) is not None:
-        _alone[found.given_on] = found
+        _alone[found[0].given_on] = found
     return _alone.get(caller)
 
 
-def _measured() -> References | None:
+def _measured() -> tuple[References, ...] | None:
     """Asks a backward whose cotangent nobody else has, and then backwards whose cotangent has a second owner.
 
     A hook keeps it, the caller has it, or a hook of the node will be given it: where one of those counts the same, counting tells nothing.
@@ -127,11 +137,12 @@ def _measured() -> References | None:
     """
     try:
         with real_tensors(), torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
-            alone, again, *others = map(_counted, (_nobody_else, _nobody_else, *_OTHER_OWNERS))
+            first, again = ([_counted(share) for share in (_nobody_else, _view_of_nobody_elses)] for _ in range(2))
+            others = [_counted(share) for share in _OTHER_OWNERS]
     except (AttributeError, IndexError, NotImplementedError, RuntimeError, TypeError):
         # a private function of torch's is gone, or the engine does not call the backward
         return None
-    return alone if alone == again and alone not in others else None
+    return tuple(first) if first == again and not set(first).intersection(others) else None
 
 
 def _counted(share: Callable[[torch.Tensor, list[Any]], None]) -> References:
@@ -199,7 +210,51 @@ def _viewed(output: torch.Tensor, kept: list[Any]) -> None:
     output.neg().sum().backward()
 
 
-_OTHER_OWNERS = (_kept_by_hook, _given_by_caller, _given_without_engine, _asked_for, _given_to_hook, _viewed)
+class _Viewing(torch.autograd.Function):
+    """Its backward gives a view of a new tensor; ``keep`` says whether the tensor or another view of it is kept."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, kept: list[Any], keep: str) -> torch.Tensor:
+        context.kept, context.keep = kept, keep
+        return x.neg()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        base = gradient.neg()
+        if context.keep:
+            context.kept.append(base if context.keep == "base" else base.view(1, 2))
+        return base.view(1, 2).view(2), None, None
+
+
+def _view_of_nobody_elses(output: torch.Tensor, kept: list[Any]) -> None:
+    _Viewing.apply(output, kept, "").sum().backward()
+
+
+def _view_of_kept(output: torch.Tensor, kept: list[Any]) -> None:
+    _Viewing.apply(output, kept, "base").sum().backward()
+
+
+def _view_beside_a_kept_one(output: torch.Tensor, kept: list[Any]) -> None:
+    _Viewing.apply(output, kept, "view").sum().backward()
+
+
+def _view_kept_by_hook(output: torch.Tensor, kept: list[Any]) -> None:
+    output.register_hook(kept.append)
+    _view_of_nobody_elses(output, kept)
+
+
+_OTHER_OWNERS = (
+    _kept_by_hook,
+    _given_by_caller,
+    _given_without_engine,
+    _asked_for,
+    _given_to_hook,
+    _viewed,
+    _view_of_kept,
+    _view_beside_a_kept_one,
+    _view_kept_by_hook,
+)
 
 
 def why_not() -> str | None:

@@ -10,15 +10,24 @@ from thunder_fusionfix import FusionFixTransform
 
 pytestmark = pytest.mark.gpu
 
-ROWS, WIDTH, WIDE = 2048, 1024, 16384  # the gradient of [ROWS, WIDE] is what may go early: 67 MB of bfloat16
+ROWS, WIDTH, NARROW, WIDE = 2048, 1024, 64, 16384
+GRADIENT = ROWS * WIDE * 2  # bytes of what one part gives the other
 
 
 def backward_peak(**options):
-    """Bytes that the backward needs above what there was before it, the loss, and the gradients."""
+    """Bytes that the backward needs above what there was before it, the loss, and the gradients.
+
+    The first part's backward makes two more tensors of the gradient's size, long after the last use of the gradient.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.GELU(), torch.nn.Linear(4 * WIDTH, WIDTH)]
-    first = torch.nn.Sequential(*layers, torch.nn.Linear(WIDTH, WIDE)).to("cuda", torch.bfloat16)
+    layers = [
+        torch.nn.Linear(WIDTH, WIDE),
+        torch.nn.GELU(),
+        torch.nn.Linear(WIDE, NARROW),
+        torch.nn.Linear(NARROW, WIDE),
+    ]
+    first = torch.nn.Sequential(*layers).to("cuda", torch.bfloat16)
 
     def step(x):
         logits = first(x)
@@ -39,10 +48,10 @@ def backward_peak(**options):
 
 
 def test_own_cotangents_frees_the_gradient_between_two_parts():
-    """The same numbers, and a peak that is lower by what is allocated after the first part's first product at least."""
+    """The same numbers, and a peak that is lower by the gradient."""
     with_it, loss, gradients = backward_peak()
     without, loss_without, gradients_without = backward_peak(own_cotangents=False)
     assert torch.equal(loss, loss_without)
     for got, want in zip(gradients, gradients_without, strict=True):
         torch.testing.assert_close(got, want)
-    assert with_it < without
+    assert with_it <= without - 0.9 * GRADIENT
