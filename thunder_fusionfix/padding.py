@@ -40,10 +40,12 @@ PAD_LIMIT = 256 * 2**20
 """Bytes that the copies of one product may take at any moment. Logits are larger, so they are copied in pieces."""
 
 PIECE_BYTES = 64 * 2**20
-"""Bytes of the copies of one piece: the left operand's rows and the output's."""
+"""Bytes of the copies of one piece: the left operand's rows and the output's. With 32, 64 and 128 MiB the first three rows of the table
+below take 0.267, 0.303, 0.257; 0.256, 0.248, 0.240; and 0.250, 0.235, 0.235 ms."""
 
 SPLIT_BYTES = 8 * 2**20
-"""A right operand from this size on is not copied for the sake of a few columns of the output, or of K: these are done apart."""
+"""A right operand from this size on is not copied for the sake of a few columns of the output, or of K: these are done apart. With
+the copy the first two rows of the table take 0.294 and 0.291 ms instead of 0.256 and 0.248, and 77 MB more."""
 
 ROWS = 128
 """Rows of a piece are a multiple of this: whole tiles."""
