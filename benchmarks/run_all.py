@@ -46,6 +46,7 @@ PREDICTIONS = ROOT / "docs" / "predictions"
 START_S = 15.0  # a process imports torch, Thunder and nvFuser
 LAST_S = 10.0  # of a call, to write down what is there
 OPTIMIZER = "keep-gradients"
+LAYOUTS_ALONE = "transform:fusionfix_reorder=False+fusionfix_split_regions=False"  # what the other two passes add
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,7 @@ class Step:
         if predict:
             return [*line, "--out", _from_root(PREDICTIONS), "--predict-only"]
         line += ["--out", _from_root(out / "results")]
-        line += ["--jobs", str(len(self.variants)), "--no-predict", "--steps", "10", "--budget", f"{seconds:.0f}"]
+        line += ["--jobs", str(len(self.variants)), "--no-predict", "--steps", "30", "--budget", f"{seconds:.0f}"]
         return [*line, "--timeout", f"{self.limit_s:.0f}", *(["--retry"] if retry else [])]
 
     def file(self, out: Path) -> Path:
@@ -131,13 +132,12 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             _bench(
                 "4 layers, real width",
                 "qwen2.5-7b",
-                ("plain", "torch-compile", "eager", "transform", "both", "both-cudnn"),
+                ("plain", "torch-compile", "eager", "transform", "both", "both-cudnn", LAYOUTS_ALONE),
                 90,
-                30,
+                35,
                 420,
                 layers=4,
             ),
-            _bench("gpt2", "gpt2", all_ways, 70, 15, 300, layers=2),
         ),
         (
             _bench("llama", "llama-3.2-1b", all_ways, 70, 20, 300, layers=2),
@@ -146,6 +146,7 @@ def batches() -> tuple[tuple[Step, ...], ...]:
         (
             _bench("gpt-neox", "gpt-neox", all_ways, 70, 15, 300, layers=2),
             _bench("vit", "vit", all_ways, 70, 15, 300, layers=2),
+            _bench("gpt2", "gpt2", all_ways, 80, 15, 300, layers=2),
         ),
         (
             _bench(
@@ -160,16 +161,7 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             ),
         ),
         (
-            _bench(
-                "28 layers, torchcompile",
-                "qwen2.5-7b",
-                ("torchcompile-shared",),
-                300,
-                10,
-                510,
-                layers=28,
-                hidden_size=28,
-            ),
+            _bench("8 layers, layouts alone", "qwen2.5-7b", (LAYOUTS_ALONE,), 90, 5, 300, layers=8, hidden_size=28),
             _bench("12 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 200, 5, 510, layers=12, hidden_size=28),
             _bench("4 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 80, 5, 300, layers=4, hidden_size=28),
         ),
