@@ -31,6 +31,9 @@ def results(fn, args, grad):
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
 
+@pytest.mark.filterwarnings(
+    "ignore:Attempting to run cuBLAS"
+)  # the first product of a process may be one of autograd's thread
 def test_a_vocabulary_of_50257_is_padded_forward_and_backward(monkeypatch) -> None:
     """All three products of the layer run padded; output and gradients are no further from float64 than plain Thunder's."""
     seen = []
