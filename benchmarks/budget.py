@@ -1,6 +1,6 @@
 """What a memory budget costs and whether it is met, by estimate, without a GPU.
 
-    python benchmarks/budget.py [--model qwen2.5-7b:layers=2,hidden_size=28 ...] [--share 0.9 0.8 0.7] [--json FILE]
+    python benchmarks/budget.py [--model qwen2.5-7b:layers=2,hidden_size=28 ...] [--share 0.9 0.8 0.7] [--out FILE]
 
 Each model is captured with the transform and the entry, once without a budget and once for each share of that peak as
 ``fusionfix_memory_budget``. A budget bounds one compiled function, so of each model the function with the highest peak is told; what
@@ -14,11 +14,12 @@ or what one op takes and gives.
 from __future__ import annotations
 
 import argparse
-import json
 import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from table_file import table_file
 
 from thunder_fusionfix.capture import Capture, capture
 from thunder_fusionfix.document import megabytes
@@ -110,32 +111,36 @@ def rows_of(text: str, shares: list[float]) -> list[Row]:
     return [first, *(measured(text, share, first) for share in shares)]
 
 
-def show(row: Row) -> None:
-    budget, entry = ("" if size is None else megabytes(size) for size in (row.budget, row.entry_peak))
-    verdict = "" if row.budget is None else "met" if row.peak <= row.budget else "missed"
-    numbers = (
-        f"{budget:>10} {megabytes(row.peak):>10} {entry:>10} {row.rebuilds:>8} {row.trials:>6} {row.seconds:>6.1f}"
-    )
-    print(f"{row.model:36} {numbers}  {verdict:6}  {row.level}")
-    if verdict == "missed":
-        print(f"    held by {row.held}")
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows for people."""
+    heads = ("budget MB", "peak MB", "entry MB", "rebuilds", "trials", "s")
+    lines = [f"{'model':36} {' '.join(f'{head:>10}' for head in heads)}"]
+    for row in map(_row_of, rows):
+        budget, entry = ("" if size is None else megabytes(size) for size in (row.budget, row.entry_peak))
+        verdict = "" if row.budget is None else "met" if row.peak <= row.budget else "missed"
+        cells = (budget, megabytes(row.peak), entry, row.rebuilds, row.trials, f"{row.seconds:.1f}")
+        lines.append(f"{row.model:36} {' '.join(f'{cell:>10}' for cell in cells)}  {verdict:6}  {row.level}".rstrip())
+        lines += [f"    held by {row.held}"] if verdict == "missed" else []
+    return "\n".join(lines)
+
+
+def _row_of(row: dict[str, Any]) -> Row:
+    return Row(**row)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=MODELS, help="a name, with sizes after a colon")
     parser.add_argument("--share", type=float, nargs="+", default=SHARES)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"{'model':36} {'budget MB':>10} {'peak MB':>10} {'entry MB':>10} {'rebuilds':>8} {'trials':>6} {'s':>6}")
-    rows = []
-    for text in args.model:
-        for row in rows_of(text, args.share):
-            rows.append(row)
-            show(row)
-    if args.json:
-        args.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+    with table_file(args.out, "budget") as file:
+        for text in args.model:
+            for row in rows_of(text, args.share):
+                file.add(asdict(row), shown=False)
+                print(table([asdict(row)]).split("\n", 1)[1], flush=True)
+    print("", table(file.rows), sep="\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What the executor entry alone changes in what nvFuser makes, without a GPU: passengers, saved bytes, launches.
 
-    python benchmarks/entry_counts.py [--model qwen2.5-7b:layers=2 ...] [--min-bytes 0] [--only PROGRAM ...]
+    python benchmarks/entry_counts.py [--model qwen2.5-7b:layers=2 ...] [--min-bytes 0] [--only PROGRAM ...] [--out FILE]
 
 Each model, and each program of ``tests/cases.py``, is captured for both fusion types with plain nvFuser and with the entry before it, no
 transform. A *passenger* is a layout that an nvFusion makes of one of its inputs for ops outside of fusions alone. *Saved* is what the
@@ -19,6 +19,9 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from table_file import table_file
 
 from thunder_fusionfix.capture import Capture, capture
 from thunder_fusionfix.executor import fusionfix_ex
@@ -69,30 +72,43 @@ def programs(models: list[str], only: list[str] | None) -> Iterator[tuple[Progra
             yield Program(name, *case.build()), False
 
 
-def show(name: str, plain: Counts, ours: Counts) -> bool:
-    """Prints one row; False where a bar is missed."""
+def row_of(name: str, plain: Counts, ours: Counts) -> dict[str, Any]:
+    """One row: both counts, which bars are missed, and why."""
     decisions = [one for report in fusionfix_ex.reports for one in report.decisions]
     given = sum(one.applied and one.pass_name in ("claim_layouts", "recompute_cheap") for one in decisions)
-    missed = [
-        word
-        for word, is_missed in (
-            ("passengers", bool(ours.passengers)),
-            ("saved", ours.saved_bytes > plain.saved_bytes),
-            ("launches", ours.launches > plain.launches + given),
-        )
-        if is_missed
+    bars = {
+        "passengers": bool(ours.passengers),
+        "saved": ours.saved_bytes > plain.saved_bytes,
+        "launches": ours.launches > plain.launches + given,
+    }
+    missed = [name for name, is_missed in bars.items() if is_missed]
+    why = [f"carried: {carried}" for carried in ours.passengers] + [
+        f"{'done' if one.applied else 'left'}: {one.pass_name}, {one.where}: {one.what} ({one.reason})"
+        for one in decisions
     ]
-    print(
-        f"{name:50} {len(plain.passengers):>5} {len(ours.passengers):>5} {plain.saved_bytes:>15,} {ours.saved_bytes:>15,}"
-        f" {plain.launches:>5} {ours.launches:>5} {given:>5}  {', '.join(missed)}",
-        flush=True,
-    )
-    if missed:
-        for carried in ours.passengers:
-            print(f"    carried: {carried}")
-        for one in decisions:
-            print(f"    {'done' if one.applied else 'left'}: {one.pass_name}, {one.where}: {one.what} ({one.reason})")
-    return not missed
+    return {
+        "name": name,
+        "passengers": [len(plain.passengers), len(ours.passengers)],
+        "saved_bytes": [plain.saved_bytes, ours.saved_bytes],
+        "launches": [plain.launches, ours.launches],
+        "given": given,
+        "missed": missed,
+        "why": why if missed else [],
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows for people."""
+    lines = [f"{'':50} {'passengers':>11} {'saved bytes':>31} {'launches':>11} {'given':>5}"]
+    for row in rows:
+        (before, after), (saved, still), (calls, more) = row["passengers"], row["saved_bytes"], row["launches"]
+        line = (
+            f"{row['name']:50} {before:>5} {after:>5} {saved:>15,} {still:>15,} {calls:>5} {more:>5} {row['given']:>5}"
+        )
+        lines.append(f"{line}  {', '.join(row['missed'])}".rstrip())
+        lines += [f"    {why}" for why in row["why"]]
+    good = sum(not row["missed"] for row in rows)
+    return "\n".join([*lines, f"{good} of {len(rows)} within the bars"])
 
 
 def main() -> None:
@@ -100,34 +116,40 @@ def main() -> None:
     parser.add_argument("--model", nargs="*", default=MODELS, help="a name, with sizes after a colon")
     parser.add_argument("--only", nargs="+", help="of the programs of tests/cases.py")
     parser.add_argument("--min-bytes", type=int, default=2**20, help="fusionfix_recompute_min_bytes")
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     warnings.simplefilter("ignore")
-    print(f"{'':50} {'passengers':>11} {'saved bytes':>31} {'launches':>11} {'given':>5}")
-    rows = good = 0
-    for program, dynamo in programs(args.model, args.only):
-        for fusion_type in FUSION_TYPES:
-            found = []
-            for executors in (PLAIN, ENTRY):
-                options = {"fusionfix_recompute_min_bytes": args.min_bytes} if executors is ENTRY else {}
-                fusionfix_ex.reports.clear()
-                try:
-                    got = capture(
-                        program.fn,
-                        program.args,
-                        program.kwargs,
-                        executors=executors,
-                        fusion_type=fusion_type,
-                        dynamo=dynamo,
-                        **options,
-                    )
-                except Exception as error:  # noqa: BLE001 -- what Thunder cannot compile is no row
-                    print(f"{program.name} {fusion_type}: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
-                    break
-                found.append(counted(got))
-            if len(found) == 2:
-                rows += 1
-                good += show(f"{program.name} {fusion_type}", *found)
-    print(f"{good} of {rows} within the bars")
+    with table_file(args.out, "entry_counts") as file:
+        for program, dynamo in programs(args.model, args.only):
+            for fusion_type in FUSION_TYPES:
+                found = counts_of(program, fusion_type, dynamo, args.min_bytes)
+                if len(found) == 2:
+                    file.add(row_of(f"{program.name} {fusion_type}", *found), shown=False)
+                    print(table(file.rows[-1:]).splitlines()[1], flush=True)
+    print("", table(file.rows), sep="\n")
+
+
+def counts_of(program: Program, fusion_type: str, dynamo: bool | None, min_bytes: int) -> list[Counts]:
+    """Of plain nvFuser and of the entry before it; fewer where Thunder cannot compile the program."""
+    found: list[Counts] = []
+    for executors in (PLAIN, ENTRY):
+        options = {"fusionfix_recompute_min_bytes": min_bytes} if executors is ENTRY else {}
+        fusionfix_ex.reports.clear()
+        try:
+            got = capture(
+                program.fn,
+                program.args,
+                program.kwargs,
+                executors=executors,
+                fusion_type=fusion_type,
+                dynamo=dynamo,
+                **options,
+            )
+        except Exception as error:  # noqa: BLE001 -- what Thunder cannot compile is no row
+            print(f"{program.name} {fusion_type}: {type(error).__name__}: {str(error).splitlines()[0][:80]}")
+            return found
+        found.append(counted(got))
+    return found
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         head = f"{row['case']:14}{row['variant']:24}"
         lines.append(
-            head + row["error"]
+            head + row["error"].splitlines()[0]
             if "error" in row
             else head
             + f"{row['forward_mb']:12.2f}{row['backward_mb']:13.1f}{row['ms']:8.2f}{row['grad_distance']:15.5f}"

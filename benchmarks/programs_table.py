@@ -16,8 +16,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import kernels
+
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
-SCRIPTS = ("loss", "linear_table", "padded_products", "towers", "checkpointed_blocks", "first_step")
+SCRIPTS = (
+    "loss",
+    "linear_table",
+    "padded_products",
+    "towers",
+    "checkpointed_blocks",
+    "first_step",
+    "budget",
+    "entry_counts",
+)
 
 
 def sections(folder: Path) -> Iterator[str]:
@@ -45,7 +56,15 @@ def text(folder: Path) -> str:
         "The JSON files beside this one hold every row; each script says at its head what its columns mean. Printed by\n"
         "`python benchmarks/programs_table.py --write docs/benchmarks/README.md`.\n"
     )
-    return "\n".join([head, *sections(folder)])
+    return "\n".join([head, *sections(folder), *kernel_sections(folder.parent / "results")])
+
+
+def kernel_sections(folder: Path) -> Iterator[str]:
+    """Where the time of one step goes, for each model that `fusionfix bench` measured."""
+    for file in sorted(folder.glob("*.json")):
+        shown = kernels.table(json.loads(file.read_text()), [])
+        if shown.count("\n") > 1:
+            yield f"## Kernels of one step: {file.stem}\n\nPrinted by `python benchmarks/kernels.py docs/results/{file.name}`.\n\n{shown}\n"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
