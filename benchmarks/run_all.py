@@ -38,7 +38,6 @@ from thunder_fusionfix.bench import Options, is_done, results_path, source_diges
 from thunder_fusionfix.measure import machine_gpus
 from thunder_fusionfix.models import MODELS
 from thunder_fusionfix.results import OK, Run, Spec
-from thunder_fusionfix.variants import DEFAULT
 
 ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "fusionfix-out" / "all"
@@ -46,6 +45,8 @@ PREDICTIONS = ROOT / "docs" / "predictions"
 START_S = 15.0  # a process imports torch, Thunder and nvFuser
 LAST_S = 10.0  # of a call, to write down what is there
 OPTIMIZER = "keep-gradients"
+SHORT = ("plain", "torch-compile", "transform", "both")
+BUDGETED = "both:fusionfix_memory_budget=37.7GB"  # 0.8 of what plain Thunder needs
 LAYOUTS_ALONE = "transform:fusionfix_reorder=False+fusionfix_split_regions=False"  # what the other two passes add
 
 
@@ -118,7 +119,6 @@ def _bench(
 
 def batches() -> tuple[tuple[Step, ...], ...]:
     """All steps, the most valuable first. A batch fits on 16 cores and, at its largest, into 140 GB of one GPU's memory."""
-    all_ways = DEFAULT
     return (
         (
             Step("loss", 90, 15, 240, script=("loss",)),
@@ -127,12 +127,11 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             Step("towers", 60, 20, 240, script=("towers", "--steps", "8")),
             Step("checkpointed blocks", 95, 5, 240, script=("checkpointed_blocks", "--steps", "5")),
         ),
-        (_bench("8 layers, hidden 28", "qwen2.5-7b", all_ways, 180, 40, 420, layers=8, hidden_size=28),),
         (
             _bench(
                 "4 layers, real width",
                 "qwen2.5-7b",
-                ("plain", "torch-compile", "eager", "transform", "both", "both-cudnn", LAYOUTS_ALONE),
+                (*SHORT, "eager", "both-cudnn", LAYOUTS_ALONE),
                 90,
                 35,
                 420,
@@ -140,28 +139,28 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             ),
         ),
         (
-            _bench("llama", "llama-3.2-1b", all_ways, 70, 20, 300, layers=2),
-            _bench("mixtral", "mixtral-small", all_ways, 70, 15, 300, layers=2),
-        ),
-        (
-            _bench("gpt-neox", "gpt-neox", all_ways, 70, 15, 300, layers=2),
-            _bench("vit", "vit", all_ways, 70, 15, 300, layers=2),
-            _bench("gpt2", "gpt2", all_ways, 80, 15, 300, layers=2),
-        ),
-        (
             _bench(
-                "28 layers",
+                "8 layers, hidden 28",
                 "qwen2.5-7b",
-                ("plain-shared", "both", "both:fusionfix_memory_budget=37.7GB"),
-                330,  # the entry plans level after level until the budget is met
-                35,
-                510,
-                layers=28,
+                (*SHORT, "torchcompile", "eager", LAYOUTS_ALONE),
+                150,
+                40,
+                420,
+                layers=8,
                 hidden_size=28,
             ),
         ),
         (
-            _bench("8 layers, layouts alone", "qwen2.5-7b", (LAYOUTS_ALONE,), 90, 5, 300, layers=8, hidden_size=28),
+            _bench(
+                "28 layers", "qwen2.5-7b", ("plain-shared", "both", BUDGETED), 330, 35, 345, layers=28, hidden_size=28
+            ),
+        ),
+        (
+            _bench("llama", "llama-3.2-1b", SHORT, 110, 10, 300, layers=2),
+            _bench("mixtral", "mixtral-small", SHORT, 110, 10, 300, layers=2),
+            _bench("gpt-neox", "gpt-neox", SHORT, 110, 10, 300, layers=2),
+            _bench("vit", "vit", SHORT, 110, 5, 300, layers=2),
+            _bench("gpt2", "gpt2", SHORT, 110, 10, 300, layers=2),
             _bench("12 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 200, 5, 510, layers=12, hidden_size=28),
             _bench("4 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 80, 5, 300, layers=4, hidden_size=28),
         ),
