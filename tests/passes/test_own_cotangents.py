@@ -97,13 +97,15 @@ def test_statement_is_read_back_from_text() -> None:
 class Cut(torch.nn.Module):
     """A product that ThunderFX cuts from the loss: the gradient of what is between is a cotangent of the first part."""
 
-    def __init__(self):
+    def __init__(self, shape=(1024, 1024)):
         super().__init__()
         self.first, self.second = torch.nn.Linear(32, 32), torch.nn.Linear(32, 1024)
+        self.shape = shape  # in which the second part sees it
 
     def forward(self, x):
         y = self.second(torch.nn.functional.silu(self.first(x)) * 2)
         torch._dynamo.graph_break()
+        y = y.reshape(self.shape)
         return (y.softmax(-1) * y).sum()
 
 
@@ -116,11 +118,11 @@ class Seen(Transform):
         return computation_trace
 
 
-def gradients(*transforms, hook=None, **options):
+def gradients(*transforms, shape=(1024, 1024), **options):
     """Loss and gradients of `Cut` under ThunderFX."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, x = Cut(), torch.randn(1024, 32)
+    model, x = Cut(shape), torch.randn(1024, 32)
     with nvfuser_on_cpu(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         backend = ThunderCompiler(executors=("nvfuser",), transforms=list(transforms), **options)
@@ -139,15 +141,17 @@ def test_backward_under_thunderfx_owns_the_gradient_between_two_parts() -> None:
     assert decision.applied and decision.bytes_won == 1024 * 1024 * 4
 
 
-def test_backward_that_owns_frees_at_run_time(monkeypatch) -> None:
-    """The gradient between the parts is gone when the last op of the first part's backward runs."""
+@pytest.mark.parametrize("shape", [(1024, 1024), (32, 32, 1024)], ids=["as-it-is", "a-view"])
+def test_backward_that_owns_takes_over_at_run_time(monkeypatch, shape) -> None:
+    """The gradient between the parts, also where the second part's backward ends in a reshape and so gives a view."""
     from thunder_fusionfix import cotangents
 
     taken = []
     take = cotangents._take
     monkeypatch.setattr(cotangents, "_take", lambda given, at: (taken.append(given[at].nbytes), take(given, at)))
-    gradients(FusionFixTransform(strict=True))
+    got = gradients(FusionFixTransform(strict=True), shape=shape)
     assert taken == [1024 * 1024 * 4]
+    assert_equal(got, gradients(shape=shape))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
