@@ -131,9 +131,9 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             _bench(
                 "4 layers, real width",
                 "qwen2.5-7b",
-                (*SHORT, "eager", "both-cudnn", LAYOUTS_ALONE),
-                90,
-                35,
+                (*SHORT, "eager", LAYOUTS_ALONE),
+                85,
+                30,
                 420,
                 layers=4,
             ),

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from thunder_fusionfix import _thunder
 from thunder_fusionfix import bench as bench_module
 from thunder_fusionfix import measure as measure_module
 from thunder_fusionfix.bench import Options, bench, main, results_path
@@ -155,52 +154,6 @@ def test_variant_with_options_reaches_the_passes():
         predict(Spec("causal-lm-loss"), name).step.peak_bytes for name in ("plain", off, "transform")
     )
     assert plain == without > with_all
-
-
-@pytest.mark.parametrize("name", ["plain-cudnn", "both-cudnn", "both-cudnn:fusionfix_reorder=False"])
-def test_variant_of_cudnn_puts_it_first_and_is_not_measured_without_its_package(monkeypatch, name):
-    """Thunder would take another executor's attention without a word: the variant ends, and says which package it needs."""
-    variant, other = find(name), find(name.replace("-cudnn", ""))
-    assert variant.executors == ("cudnn", *other.executors) and not variant.is_default
-    monkeypatch.setattr(_thunder, "cudnn_attention_lacks", lambda: "some-package is not installed: pip install it")
-    with pytest.raises(measure_module.Missing, match="some-package is not installed"):
-        thunder_options(variant)
-    thunder_options(other)
-    monkeypatch.setattr(_thunder, "cudnn_attention_lacks", lambda: "")
-    assert thunder_options(variant)["executors"][0] == "cudnn"
-
-
-def test_variant_of_cudnn_that_ran_none_of_it_is_no_measurement(monkeypatch):
-    """Where Thunder's check refuses a program's attention, another executor ran it."""
-    monkeypatch.setattr(_thunder, "runs_op", lambda compiler, name: compiler == name)
-    measure_module.check_attention(find("plain-cudnn"), "cudnn_sdpa_fwd")
-    measure_module.check_attention(find("plain"), None)
-    measure_module.check_attention(find("eager"), None)
-    with pytest.raises(measure_module.Missing, match="no attention of this program"):
-        measure_module.check_attention(find("plain-cudnn"), "another")
-
-
-ATTENTION = """
-import torch
-
-def attend(q):
-    return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).float().sum()
-
-def build():
-    return attend, (torch.rand(1, 2, 64, 8, dtype=torch.bfloat16, requires_grad=True),)
-"""
-
-
-def test_variant_of_cudnn_is_predicted_as_that_of_sdpa(monkeypatch, tmp_path):
-    """Without a GPU and without the package: the same bytes, with a note that says so."""
-    monkeypatch.setattr(_thunder, "cudnn_attention_lacks", lambda: "some-package is not installed")
-    (tmp_path / "attention.py").write_text(ATTENTION)
-    spec = Spec(f"{tmp_path / 'attention.py'}:build")
-    mine, other = (predict(spec, name) for name in ("plain-cudnn", "plain"))
-    assert mine.step.peak_bytes == other.step.peak_bytes > 0
-    names = {op.id for part in mine.parts for op in part.forward.ops}
-    assert any(name.startswith("sdpafx_grad_forward") for name in names)
-    assert mine.notes[:-1] == other.notes and '"cudnn" is predicted as that of "sdpa"' in mine.notes[-1]
 
 
 def test_bench_variant_over_its_time_is_killed_and_said(stub, tmp_path):

@@ -32,17 +32,12 @@ from thunder.core.compile_data import compile_data_and_stats
 from thunder.extend import FusionExecutor, deregister_executor, get_executor, register_executor
 
 __all__ = [
-    "CUDNN_FORWARD",
-    "CUDNN_NEEDED",
-    "CUDNN_PACKAGE",
     "TESTED",
     "FusionExecutor",
     "Piece",
     "Transform",
     "before_split",
     "compile_data_and_stats",
-    "cudnn_attention_lacks",
-    "cudnn_version",
     "fallbacks_without_driver",
     "get_executor",
     "given_options",
@@ -52,7 +47,6 @@ __all__ = [
     "nvfuser_version",
     "nvfuser_works",
     "replaced",
-    "runs_op",
     "thunderfx_left_out",
     "thunderfx_pieces",
     "untested_versions",
@@ -98,46 +92,6 @@ def nvfuser_works() -> bool:
     except ImportError:
         return False
     return True
-
-
-# ---------------------------------------------------------------- attention of cuDNN
-
-CUDNN_PACKAGE = "nvidia-cudnn-frontend"
-# The least that `thunder.executors.cudnnex` accepts, and a bound below the release that took away what
-# `thunder.executors.cudnn_sdpa` calls: 1.26 has it, 1.28 has not.
-CUDNN_NEEDED = f"{CUDNN_PACKAGE}>=1.5.2,<1.27"
-_CUDNN_CALLS = ("scaled_dot_product_flash_attention", "scaled_dot_product_flash_attention_backward", "key")
-CUDNN_FORWARD = "cudnn_sdpa_fwd"  # as traces print it
-
-
-def cudnn_version() -> str | None:
-    """The installed version of `CUDNN_PACKAGE`; None where it is not installed."""
-    try:
-        return importlib.metadata.version(CUDNN_PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def cudnn_attention_lacks() -> str:
-    """What Thunder's executor "cudnn" needs for attention and does not find here, in a line; "" where it lacks nothing.
-
-    A GPU is not asked for: Thunder looks for one when it traces.
-    """
-    version, install = cudnn_version(), f"pip install '{CUDNN_NEEDED}'"
-    if get_executor("cudnn") is None:
-        found = "is not installed" if version is None else f"{version} does not make Thunder's executor cudnn"
-        return f"{CUDNN_PACKAGE} {found}: {install}"
-    graph = getattr(sys.modules.get("cudnn"), "pygraph", None)
-    if missing := [name for name in _CUDNN_CALLS if not hasattr(graph, name)]:
-        return f"{CUDNN_PACKAGE} {version} has no {missing[0]}, which Thunder calls: {install}"
-    return ""
-
-
-def runs_op(compiler: Any, name: str) -> bool:
-    """True where a function that ``compiler``, a ThunderCompiler, has compiled and that ran calls the operator ``name``."""
-    functions = [fn for info in compiler.subgraph_infos for fn in info.thunder_compiled_fns or ()]
-    finals = [traces[-1] for fn in functions if (traces := thunder.last_traces(fn))]
-    return any(bsym.sym.name == name for trace in finals for bsym in trace.bound_symbols)
 
 
 # ---------------------------------------------------------------- versions

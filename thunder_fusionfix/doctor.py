@@ -73,8 +73,7 @@ def diagnose() -> Diagnosis:
             "importing Thunder", words, False, "nothing here can run; the line below installs what was tested"
         )
         return Diagnosis((_python(), failure, _transformers()), COSTLY_OPTIONS)
-    checks = (_python(), *_versions(), _transformers(), _gpu(), _mend(), _registered(), _cudnn_attention())
-    return Diagnosis(checks, COSTLY_OPTIONS)
+    return Diagnosis((_python(), *_versions(), _transformers(), _gpu(), _mend(), _registered()), COSTLY_OPTIONS)
 
 
 def diagnosis_blocks(diagnosis: Diagnosis) -> list[Block]:
@@ -151,13 +150,3 @@ def _registered() -> Check:
 
     there = get_executor("fusionfix") is not None and "fusionfix" in get_plugin_names()
     return Check('"fusionfix" in Thunder', "executor and plugin" if there else "missing", there)
-
-
-def _cudnn_attention() -> Check:
-    from thunder_fusionfix._thunder import CUDNN_NEEDED, CUDNN_PACKAGE, cudnn_attention_lacks, cudnn_version
-
-    name, version, lacks = "cuDNN attention", cudnn_version(), cudnn_attention_lacks()
-    if version is None:
-        return Check(name, "not installed", True, f'for long sequences: executor "cudnn" of {CUDNN_NEEDED}')
-    # Thunder takes the executor by default where the package is there, so one that fails is a fault.
-    return Check(name, f"{CUDNN_PACKAGE} {version}", not lacks, lacks or 'put "cudnn" first among the executors')

@@ -141,13 +141,8 @@ def thunder_options(variant: Variant) -> dict[str, Any]:
     """What Thunder's compiler is given for a variant that it compiles.
 
     Raises:
-        Missing: the variant needs a part of this project, or a package, that is not installed.
+        Missing: the variant needs a part of this project that is not installed.
     """
-    if variant.has_cudnn:
-        from thunder_fusionfix._thunder import cudnn_attention_lacks
-
-        if lacks := cudnn_attention_lacks():
-            raise Missing(f"{lacks}, then bench --retry")
     if variant.has_entry:
         if importlib.util.find_spec("thunder_fusionfix.executor") is None:
             raise Missing("this release has no executor entry `fusionfix`")
@@ -164,12 +159,8 @@ def thunder_options(variant: Variant) -> dict[str, Any]:
     return {"executors": variant.executors, "transforms": transforms, **variant.options}
 
 
-def compiled(fn: Callable, variant: Variant) -> tuple[Callable, list[Any], Any]:
-    """``fn`` as ``variant`` runs it, the transforms of ours that it uses, and its ThunderCompiler (None: it has none).
-
-    Raises:
-        Missing: as `thunder_options`.
-    """
+def compiled(fn: Callable, variant: Variant) -> tuple[Callable, list[Any]]:
+    """``fn`` as ``variant`` runs it, and the transforms of ours that it uses."""
     import torch
 
     if variant.executors is not None:
@@ -177,23 +168,8 @@ def compiled(fn: Callable, variant: Variant) -> tuple[Callable, list[Any], Any]:
 
         options = thunder_options(variant)
         ours = list(options["transforms"])  # Thunder adds to the list that it is given
-        compiler = ThunderCompiler(**options)
-        return torch.compile(fn, backend=compiler), ours, compiler
-    return (fn if variant is VARIANTS["eager"] else torch.compile(fn)), [], None
-
-
-def check_attention(variant: Variant, compiler: Any) -> None:
-    """Raises `Missing` where cuDNN was to run attention and ran none: Thunder would have measured another executor's.
-
-    Args:
-        variant: how the program was compiled.
-        compiler: its ThunderCompiler, after the first step.
-    """
-    if variant.has_cudnn:
-        from thunder_fusionfix._thunder import CUDNN_FORWARD, runs_op
-
-        if not runs_op(compiler, CUDNN_FORWARD):
-            raise Missing("Thunder gave no attention of this program to its executor cudnn")
+        return torch.compile(fn, backend=ThunderCompiler(**options)), ours
+    return (fn if variant is VARIANTS["eager"] else torch.compile(fn)), []
 
 
 def losses_of(output: Any) -> list[Any]:
@@ -367,13 +343,11 @@ def measure(
         with lock.shared(lambda: enter(WAITING)):
             enter("building the model")
             program = build(job.spec)
-            variant = find(job.variant)
-            call, ours, compiler = compiled(program.fn, variant)
+            call, ours = compiled(program.fn, find(job.variant))
             kept = OPTIMIZERS[job.spec.optimizer].keeps_gradients
             step = Step(call, program, make_optimizer(job.spec.optimizer, program), kept)
             enter("first step")
             measured["first_step_s"] = _first_step(step)
-            check_attention(variant, compiler)
             enter("memory")
             step.run()
             measured.update(_memory(step))
@@ -700,10 +674,9 @@ def environment() -> dict[str, Any]:
     import torch
 
     from thunder_fusionfix import __version__
-    from thunder_fusionfix._thunder import CUDNN_PACKAGE, installed_versions
+    from thunder_fusionfix._thunder import installed_versions
 
-    others = {name: _version(name) for name in ("transformers", CUDNN_PACKAGE)}
-    packages = {**installed_versions(), **others, "thunder_fusionfix": __version__}
+    packages = {**installed_versions(), "transformers": _version("transformers"), "thunder_fusionfix": __version__}
     found: dict[str, Any] = {"packages": packages, "python": platform.python_version(), "cpus": os.cpu_count()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

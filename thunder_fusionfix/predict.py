@@ -24,7 +24,7 @@ from thunder_fusionfix.measure import STATE, WAITING, GpuLock, Job, Missing, joi
 from thunder_fusionfix.model import Op, Value
 from thunder_fusionfix.results import FAILED, MB, OK, SKIPPED, Spec, megabytes
 from thunder_fusionfix.step import StepPart, StepTimeline, simulate_step
-from thunder_fusionfix.variants import CUDNN, Variant, find
+from thunder_fusionfix.variants import find
 
 if TYPE_CHECKING:  # it needs torch
     from thunder_fusionfix.capture import Split
@@ -66,7 +66,6 @@ def predict(
     from thunder_fusionfix.capture import capture
     from thunder_fusionfix.models import load_model
 
-    chosen, cudnn_note = _without_cudnn(chosen)
     options = thunder_options(chosen)
     program = load_model(**spec.sizes)
     captured = capture(
@@ -80,19 +79,7 @@ def predict(
     parts = step_parts(captured)
     workspace = device.workspace_bytes if device is not None else None
     step = simulate_step(parts, optimizer=spec.optimizer, workspace_bytes=workspace)
-    return Prediction(step, parts, (*captured.notes, *cudnn_note), captured.seconds, captured.splits)
-
-
-def _without_cudnn(variant: Variant) -> tuple[Variant, tuple[str, ...]]:
-    """``variant`` without cuDNN's attention, which Thunder traces on a GPU alone, and a note on that where it had it."""
-    if not variant.has_cudnn:
-        return variant, ()
-    note = (
-        'attention of the executor "cudnn" is predicted as that of "sdpa", since Thunder asks a GPU before it takes it; both '
-        "save the output and the log-sum-exp of each row; cuDNN's workspace is not counted"
-    )
-    executors = tuple(name for name in variant.executors or () if name != CUDNN)
-    return replace(variant, executors=executors), (note,)
+    return Prediction(step, parts, captured.notes, captured.seconds, captured.splits)
 
 
 def resolved(spec: Spec) -> Spec:

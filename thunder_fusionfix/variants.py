@@ -29,7 +29,6 @@ from thunder_fusionfix.errors import UsageError
 
 _NVFUSER = ("sdpa", "torchcompile_cat", "nvfuser")
 _ENTRY = ("sdpa", "torchcompile_cat", "fusionfix", "nvfuser")
-CUDNN = "cudnn"  # Thunder's executor for attention; before "sdpa", which takes what it leaves
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +47,6 @@ class Variant:
         return self.transform or self.has_entry
 
     @property
-    def has_cudnn(self) -> bool:
-        """True where cuDNN is to run attention."""
-        return self.executors is not None and CUDNN in self.executors
-
-    @property
     def has_entry(self) -> bool:
         return self.executors is not None and "fusionfix" in self.executors
 
@@ -68,7 +62,6 @@ VARIANTS: Mapping[str, Variant] = {
         options={"nv_enable_shape_only_fusion": True},
         is_default=False,
     ),
-    "plain-cudnn": Variant("plain Thunder, cuDNN attention", (CUDNN, *_NVFUSER), is_default=False),
     "torchcompile": Variant("Thunder, torchcompile executor", ("sdpa", "torchcompile")),
     "torchcompile-shared": Variant(
         "Thunder, torchcompile executor, equal regions shared",
@@ -81,9 +74,6 @@ VARIANTS: Mapping[str, Variant] = {
     "transform": Variant("fusionfix, transform", _NVFUSER, transform=True),
     "entry": Variant("fusionfix, entry", _ENTRY),
     "both": Variant("fusionfix, transform and entry", _ENTRY, transform=True),
-    "both-cudnn": Variant(
-        "fusionfix, transform and entry, cuDNN attention", (CUDNN, *_ENTRY), transform=True, is_default=False
-    ),
 }
 DEFAULT = tuple(name for name, variant in VARIANTS.items() if variant.is_default)
 OURS = tuple(name for name, variant in VARIANTS.items() if variant.is_ours)
