@@ -131,9 +131,9 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             _bench(
                 "4 layers, real width",
                 "qwen2.5-7b",
-                (*SHORT, "eager", LAYOUTS_ALONE),
-                85,
-                30,
+                (*SHORT, "eager", "both:fusionfix_cudnn_attention=True", LAYOUTS_ALONE),
+                90,
+                35,
                 420,
                 layers=4,
             ),

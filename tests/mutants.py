@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from thunder_fusionfix.effects import short_name
+from thunder_fusionfix.effects import ATTENTION, ATTENTION_BACKWARD, FLASH, FLASH_BACKWARD, short_name
 from thunder_fusionfix.model import Arg, Graph, Op, Ref, Value
 from thunder_fusionfix.parse import parse
 from thunder_fusionfix.verify import Allow
@@ -561,6 +561,24 @@ _ROWS = region("t0 = prims.reshape(x, (6, 4))", "t9 = prims.sum(t0, (1,))")
 _PAD = "prims.pad({0}, {1}, ((0, 0, 0), (0, 0, 0), (0, 1, 0)))"
 _LINE = '  t2 = copy_(t0, mean)  # t2: "cuda:0 f32[4]"\n'
 
+ATTENTION_PAIR = f"""
+def computation(q, k, v, g):
+  # q: "cuda:0 bf16[1, 2, 64, 16]"
+  # k: "cuda:0 bf16[1, 2, 64, 16]"
+  # v: "cuda:0 bf16[1, 2, 64, 16]"
+  # g: "cuda:0 bf16[1, 2, 64, 16]"
+  (t0, t1, t2, t3, _, _, t4, t5, t6) = {FLASH}(q, k, v, 0.0, True, scale=None)
+    # t0: "cuda:0 bf16[1, 2, 64, 16]"
+    # t1: "cuda:0 f32[1, 2, 64]"
+  (t7, t8, t9) = {FLASH_BACKWARD}(g, q, k, v, t0, t1, t2, t3, 64, 64, 0.0, True, t4, t5, scale=None)
+    # t7: "cuda:0 bf16[1, 2, 64, 16]"
+    # t8: "cuda:0 bf16[1, 2, 64, 16]"
+    # t9: "cuda:0 bf16[1, 2, 64, 16]"
+  return (t0, t7, t8, t9)
+"""
+
+CHOOSE_ATTENTION = Allow(may_replace=((FLASH, ATTENTION), (FLASH_BACKWARD, ATTENTION_BACKWARD)))
+
 BROKEN: tuple[Mutant, ...] = (
     # ---- one trace
     Mutant(
@@ -627,6 +645,14 @@ BROKEN: tuple[Mutant, ...] = (
     Mutant(
         "a new value that is never deleted", LOSS_FORWARD.replace("  return", "  del t53\n  return").replace("(t53,)", "()"),
         edited(LOSS_FORWARD_FIXED, ("  del t60\n", "")).replace("  return", "  del t53\n  return").replace("(t53,)", "()"), REWRITE, "deletes",
+    ),
+    # ---- attention
+    Mutant(
+        "the forward's attention may run another kernel, its backward does not",
+        ATTENTION_PAIR,
+        edited(ATTENTION_PAIR, (f"{FLASH}(", f"{ATTENTION}(")),
+        CHOOSE_ATTENTION,
+        "attention",
     ),
     # ---- ownership
     Mutant("cotangents taken over unasked", LOSS_BACKWARD, OWNED_BACKWARD, REWRITE, "unpacking"),

@@ -21,7 +21,7 @@ ROWS = {
     "decide": "lift normal_form pins segments matmul_copies simulate facts schedule verify match diff parse apply joint step report results",
     "trace": "_thunder read cotangents edit edit_joint share splitter execute products",
     "passes": "passes.__init__ passes.own_cotangents passes.ignore_cut_rows passes.unfuse_layouts passes.split_regions passes.reorder passes.fold_matmuls"
-    " passes.pad_matmuls"
+    " passes.pad_matmuls passes.cudnn_attention"
     " passes.claim_layouts passes.recompute_cheap",
     "run": "pipeline joint_pipeline capture models sources explain page views",
     "entry": "transform executor plugin",

@@ -423,9 +423,10 @@ def make_executable(definition: Any) -> None:
     del definition._fusion  # the cache has taken it over
 
 
-# ---------------------------------------------------------------- what cotangents.py and executor.py need
+# ---------------------------------------------------------------- what cotangents.py, executor.py and passes/cudnn_attention.py need
 
 from thunder import torch as ltorch
+from thunder.executors import sdpaex as sdpaex  # its symbols of flash attention, and what they run
 from thunder.executors.torch_autograd import connect_to_autograd as connect_to_autograd
 from thunder.extend import FUEL_LEVEL as FUEL_LEVEL
 from thunder.extend import OperatorExecutor as OperatorExecutor

@@ -34,7 +34,7 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from thunder_fusionfix.effects import Copies, Effect, Kind, effect_of
+from thunder_fusionfix.effects import ATTENTION, FLASH, Copies, Effect, Kind, effect_of
 from thunder_fusionfix.layout import Shape, Strides, Viewed, is_row_major, layout_of, row_major, source_of
 from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Value, kept_with_op, refs
 
@@ -43,8 +43,6 @@ _MAY_GIVE_INPUTS = frozenset({Kind.BARRIER, Kind.RANDOM})
 _REARRANGE = frozenset({Kind.LAYOUT, Kind.POINTWISE})  # of these `rearranged` tells which give their input
 
 _EFFICIENT_ATTENTION = "sdpaex_grad_forward_scaled_dot_product_efficient_attention"
-_FLASH_ATTENTION = "sdpafx_grad_forward_scaled_dot_product_efficient_attention"  # so named in Thunder
-
 _CUDNN_ATTENTION = "cudnn_sdpa_fwd"
 
 # Thunder's torch implementation fills a new tensor, also where nothing has to move.
@@ -381,7 +379,7 @@ def computed_strides(
     tensors = [name for name in op.inputs if name in strides and values[name].kind == "tensor"]
     if op.id == _CUDNN_ATTENTION:  # Thunder allocates what cuDNN fills, whatever the query's order
         return row_major(shape) if output in op.outputs[:2] else None
-    if op.id in (_EFFICIENT_ATTENTION, _FLASH_ATTENTION):
+    if op.id in (_EFFICIENT_ATTENTION, FLASH, ATTENTION):
         return _attention_strides(op, shape, strides) if output == op.outputs[0] else None
     if kind is Kind.MATMUL:
         # With the larger rank on the right torch folds the transposed product and gives a transposed result.
@@ -397,8 +395,8 @@ def _attention_strides(op: Op, shape: Shape, strides: Mapping[str, Strides | Non
     """Strides of an attention's result, [batch, heads, length, width].
 
     Both kernels of torch work on [batch, length, heads, width]. The efficient one gives a transposed view of such a tensor, the
-    flash one a tensor in the memory order of its query (aten/src/ATen/native/transformers/cuda/attention.cu); Thunder pads
-    widths that are no multiple of 8 for it.
+    flash one a tensor in the memory order of its query (aten/src/ATen/native/transformers/cuda/attention.cu), as cuDNN's does;
+    Thunder pads widths that are no multiple of 8 for it.
     """
     query = source_of(op)
     if len(shape) != 4 or query is None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from thunder_fusionfix._thunder import (
@@ -52,7 +53,13 @@ def fusible_sites(trace: TraceCtx, can_fuse: Callable[[BoundSymbol], bool]) -> f
     return frozenset(found)
 
 
-def apply_joint_plan(trace: TraceCtx, plan: JointPlan, after: Callable[[Any, Any], Any], provenance: str) -> TraceCtx:
+def apply_joint_plan(
+    trace: TraceCtx,
+    plan: JointPlan,
+    after: Callable[[Any, Any], Any],
+    provenance: str,
+    operators: Mapping[str, Any] = MappingProxyType({}),
+) -> TraceCtx:
     """A new trace with ``plan`` carried out; ``trace`` itself where the plan is empty.
 
     Args:
@@ -60,6 +67,7 @@ def apply_joint_plan(trace: TraceCtx, plan: JointPlan, after: Callable[[Any, Any
         plan: edits; see `thunder_fusionfix.joint`.
         after: the symbol that an `Anchor` calls, with a tensor and the value that it waits for.
         provenance: what the new trace says made it.
+        operators: the symbols that swaps name.
 
     Raises:
         UnsupportedTraceError: a region cannot give more than it gives, or no executor of last resort runs a claimed op.
@@ -77,6 +85,7 @@ def apply_joint_plan(trace: TraceCtx, plan: JointPlan, after: Callable[[Any, Any
     for pos, name in plan.exports:
         exports.setdefault(pos, []).append(name)
     renamed = {pos: dict(names) for pos, names in plan.renamed}
+    swaps = dict(plan.swaps)
 
     bsyms = positioned(trace)
     pos_of = {id(bsym): pos for pos, bsym in enumerate(bsyms)}
@@ -88,6 +97,8 @@ def apply_joint_plan(trace: TraceCtx, plan: JointPlan, after: Callable[[Any, Any
             bsym = editor.with_outputs(bsym, exports[pos])
         if pos in renamed:
             bsym = editor.with_inputs(bsym, renamed[pos])
+        if pos in swaps:
+            bsym = bsym.from_bsym(sym=operators[swaps[pos]], subsymbols=())
         return editor.claimed(bsym) if pos in plan.claims else [bsym]
 
     for bsym in trace.bound_symbols:

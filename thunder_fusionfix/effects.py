@@ -111,8 +111,7 @@ _COMPUTE = _names(
     "convolution_backward max_pool2d_backward max_pool2d_with_indices max_pool2d_with_indices_backward "
     "max_pool3d_with_indices max_pool3d_with_indices_backward adaptive_avg_pool2d_backward _adaptive_avg_pool2d_backward "
     "scaled_dot_product_flash_attention "
-    "scaled_dot_product_efficient_attention uniform_philox sdpaex_scaled_dot_product_efficient_attention_backward "
-    "sdpafx_scaled_dot_product_efficient_attention_backward cudnn_sdpa_bwd"
+    "scaled_dot_product_efficient_attention uniform_philox sdpaex_scaled_dot_product_efficient_attention_backward cudnn_sdpa_bwd"
 )
 _RANDOM = _names(
     "uniform randint randn rand multinomial get_and_update_rng_state get_rng_state set_rng_state get_rng_state_prim_impl "
@@ -167,10 +166,17 @@ _FROM_TORCH = _names(
     "multilabel_margin_loss multilabel_soft_margin_loss native_group_norm native_layer_norm poisson_nll_loss rnn_relu_cell "
     "rnn_tanh_cell searchsorted smooth_l1_loss soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"
 )
-# Thunder's attention executors; the flash one carries the name of the other after its prefix. Random where they drop out.
-_ATTENTION_FORWARD = _names(
-    "sdpaex_grad_forward_scaled_dot_product_efficient_attention sdpafx_grad_forward_scaled_dot_product_efficient_attention "
-    "cudnn_sdpa_fwd"
+# Attention of Thunder's executor "sdpa" by torch's flash kernel, which carries the name of the other kernel after its prefix, and
+# the entry's own in its place (`passes.cudnn_attention`).
+FLASH, FLASH_BACKWARD = (
+    "sdpafx_grad_forward_scaled_dot_product_efficient_attention",
+    "sdpafx_scaled_dot_product_efficient_attention_backward",
+)
+ATTENTION, ATTENTION_BACKWARD = "fusionfix_attention", "fusionfix_attention_backward"
+# Random where they drop out.
+_ATTENTION_FORWARD = (
+    *("sdpaex_grad_forward_scaled_dot_product_efficient_attention", "cudnn_sdpa_fwd"),
+    *(FLASH, ATTENTION),
 )
 _COLLECTIVES = _names("all_gather all_reduce broadcast reduce_scatter all_to_all")
 _BOOKKEEPING = (
@@ -206,7 +212,7 @@ _TABLE: dict[str, Effect] = {
     **{name: Effect(Kind.MOVE) for name in _MOVES},
     **{name: Effect(Kind.FACTORY, cheap=True) for name in _FACTORIES},
     **{name: Effect(Kind.COMPUTE, Copies.MAYBE) for name in _FROM_TORCH},
-    **{name: Effect(Kind.COMPUTE) for name in _COMPUTE},
+    **{name: Effect(Kind.COMPUTE) for name in (*_COMPUTE, FLASH_BACKWARD, ATTENTION_BACKWARD)},
     **{name: Effect(Kind.RANDOM) for name in (*_RANDOM, *_ATTENTION_FORWARD)},
     **{name: Effect(Kind.COLLECTIVE) for name in _COLLECTIVES},
     "getitem": Effect(Kind.MOVE, Copies.MAYBE),  # a view of slices, a copy of what index tensors choose

@@ -6,7 +6,8 @@ Importing this module registers `fusionfix_ex` under the name "fusionfix". It is
 runs linear layers and matmuls of an N-D tensor with a 2-D one (`passes.fold_matmuls`), and those that may be faster with padded
 operands (`passes.pad_matmuls`). As a fusion executor it sees the joint
 trace before every fusion executor that stands after it, claims no region, and hands on a trace that saves less
-(`passes.recompute_cheap`) and holds better candidates for fusion (`passes.claim_layouts`).
+(`passes.recompute_cheap`), holds better candidates for fusion (`passes.claim_layouts`) and, where that is asked for, chooses the kernel
+of attention at run time (`passes.cudnn_attention`).
 
 Options are Thunder compile options with the prefix ``fusionfix_``. ``FUSIONFIX_OPTIMIZATION_FUEL`` in the environment, the option
 ``fusionfix_entry_fuel`` or `set_fuel` bounds the rewrites of joint traces, so that a wrong result can be bisected.
@@ -34,13 +35,16 @@ from thunder_fusionfix._thunder import (
     ltorch,
     prims,
     register_executor,
+    sdpaex,
 )
 from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
+from thunder_fusionfix.effects import ATTENTION, ATTENTION_BACKWARD
 from thunder_fusionfix.folding import COPY_LIMIT
 from thunder_fusionfix.joint import JointReport
 from thunder_fusionfix.matmul_copies import LINEAR, MATMUL
 from thunder_fusionfix.padding import PAD_LIMIT
 from thunder_fusionfix.passes import fold_matmuls, pad_matmuls
+from thunder_fusionfix.passes.cudnn_attention import fusionfix_attention, fusionfix_attention_backward
 from thunder_fusionfix.passes.fold_matmuls import fusionfix_linear, fusionfix_matmul
 
 if TYPE_CHECKING:
@@ -90,9 +94,15 @@ class FusionFixExecutor(OperatorExecutor, FusionExecutor):
         config = current_config()
         executors = _executors()
         _warn_of_order(executors)
-        fixed, report = fix_joint(
-            trace, Entry(config, _later(executors), after, self._rewrites(config), is_fixed_later=bool(_transforms()))
+        entry = Entry(
+            config,
+            _later(executors),
+            after,
+            self._rewrites(config),
+            is_fixed_later=bool(_transforms()),
+            operators=self.opmap,
         )
+        fixed, report = fix_joint(trace, entry)
         operators = (fold_matmuls.NAME, pad_matmuls.NAME)  # claims are no rewrites
         self.get_fuel(sum(decision.applied for decision in report.decisions if decision.pass_name not in operators))
         self.reports.append(report)
@@ -195,6 +205,11 @@ register_executor(fusionfix_ex)
 _linear = fusionfix_ex.register_operator(LINEAR, meta=_linear_meta, fn=fusionfix_linear, tags=prims.linear.tags)
 _matmul = fusionfix_ex.register_operator(MATMUL, meta=_matmul_meta, fn=fusionfix_matmul, tags=prims.matmul.tags)
 after = fusionfix_ex.register_operator("fusionfix_after", meta=_after_meta, fn=_after)
+for _name, _like, _fn in (
+    (ATTENTION, sdpaex.sdpfa_gradfwd, fusionfix_attention),
+    (ATTENTION_BACKWARD, sdpaex.sdpfa_bwd, fusionfix_attention_backward),
+):
+    fusionfix_ex.register_operator(_name, meta=_like.meta, fn=_fn, tags=_like.tags)
 
 
 # ---------------------------------------------------------------- what is claimed

@@ -7,7 +7,7 @@ rule on a Graph, so a plan can tell what it would save before anything is split.
 Fusion executors that stand later in the list see the trace after us. They fuse, move and rebuild; `JointFacts` therefore carries
 the same trace before and after a dry run of them.
 
-A `JointPlan` has five kinds of edit, each for the trace that it was made from and no other:
+A `JointPlan` has six kinds of edit, each for the trace that it was made from and no other:
 
     Anchor   x2 = after(x, g)     x itself, but not before g is there: what is made from x2 cannot be gathered at the start
     Clone    an op of the forward once more, tagged backward, with other names for what it takes and gives
@@ -15,6 +15,7 @@ A `JointPlan` has five kinds of edit, each for the trace that it was made from a
     renamed  arguments of an op replaced by other values
     exports  a region gives one more of the values that it computes
     claims   an op bound for torch, so that no fusion takes it
+    swaps    an op bound to another operator with the same arguments and outputs
 """
 
 from __future__ import annotations
@@ -263,11 +264,12 @@ class JointPlan:
     renamed: tuple[tuple[int, tuple[tuple[str, str], ...]], ...] = ()  # position, (old, new) arguments
     exports: tuple[tuple[int, str], ...] = ()  # position of a region, value that it gives as well
     claims: tuple[int, ...] = ()  # positions
+    swaps: tuple[tuple[int, str], ...] = ()  # position, id of the operator
     decisions: tuple[Decision, ...] = ()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.inserts or self.renamed or self.exports or self.claims)
+        return not (self.inserts or self.renamed or self.exports or self.claims or self.swaps)
 
 
 @dataclass(frozen=True, slots=True)

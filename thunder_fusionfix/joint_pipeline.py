@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,8 +35,9 @@ from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.garbage import collected_later
 from thunder_fusionfix.joint import Budget, JointFacts, JointPlan, JointReport, executed, split
 from thunder_fusionfix.model import Decision, Graph, Timeline
-from thunder_fusionfix.passes import PASSES, claim_layouts, recompute_cheap
+from thunder_fusionfix.passes import PASSES, claim_layouts, cudnn_attention, recompute_cheap
 from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
+from thunder_fusionfix.passes.cudnn_attention import plan_cudnn_attention
 from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
 from thunder_fusionfix.passes.pad_matmuls import plan_pad_matmuls
 from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, Level, plan_recompute_cheap
@@ -59,6 +60,7 @@ class Entry:
     after: Callable[[Any, Any], Any]  # the symbol of an `Anchor`
     fuel: int | None = None  # rewrites that may yet be made
     is_fixed_later: bool = False  # our transform gets the final traces: a budget is judged by what it leaves
+    operators: Mapping[str, Any] = field(default_factory=dict)  # the symbols that swaps name
     reader: Reader = field(default_factory=Reader)  # of all traces of this compile
 
 
@@ -130,7 +132,8 @@ def _attempt(trace: TraceCtx, facts: JointFacts, entry: Entry, plan: JointPlan) 
         return _Attempt(trace, plan.decisions, fused=facts.fused)
     applied = sum(decision.applied for decision in plan.decisions)
     with _blaming(*dict.fromkeys(one.pass_name for one in plan.decisions if one.applied)):
-        new_trace = apply_joint_plan(trace, plan, entry.after, f"thunder_fusionfix entry ({applied} rewrites)")
+        made_by = f"thunder_fusionfix entry ({applied} rewrites)"
+        new_trace = apply_joint_plan(trace, plan, entry.after, made_by, entry.operators)
         why_not, fused = _why_not(facts, new_trace, entry)
     if why_not is None:
         return _Attempt(new_trace, plan.decisions, fused=fused)
@@ -265,7 +268,7 @@ def _dry_run(trace: TraceCtx, graph: Graph, entry: Entry) -> tuple[Graph, frozen
 
 
 def _plan(facts: JointFacts, entry: Entry, level: Level, share: float = 1.0) -> JointPlan:
-    """What both joint passes want; the layouts that one rebuilds are not the other's to claim."""
+    """What the joint passes want; the layouts that one rebuilds are not the other's to claim."""
     config, fuel = entry.config, entry.fuel
     plan = JointPlan()
     if config.recompute_cheap and facts.joint.stage == "joint":
@@ -281,6 +284,11 @@ def _plan(facts: JointFacts, entry: Entry, level: Level, share: float = 1.0) -> 
             claims=claimed.claims,
             decisions=plan.decisions + claimed.decisions,
         )
+    if config.cudnn_attention:
+        left = None if fuel is None else fuel - sum(decision.applied for decision in plan.decisions)
+        with _blaming(cudnn_attention.NAME):
+            swapped = plan_cudnn_attention(facts.joint, left)
+        plan = replace(plan, swaps=swapped.swaps, decisions=plan.decisions + swapped.decisions)
     return plan
 
 
@@ -347,7 +355,14 @@ def _allowed(before: Graph, after: Graph, config: FusionFixConfig) -> Allow:
     """What a joint plan may change: where ops stand, who runs layouts, and what is done twice, under names of its own."""
     clones = frozenset(name for name in after.values if name not in before.values)
     under_budget = config.memory_budget is not None
-    return Allow(may_reorder=True, may_rewrite_regions=True, may_clone=clones, may_repeat_work=under_budget)
+    pairs = cudnn_attention.REPLACES if config.cudnn_attention else ()
+    return Allow(
+        may_reorder=True,
+        may_rewrite_regions=True,
+        may_clone=clones,
+        may_replace=pairs,
+        may_repeat_work=under_budget,
+    )
 
 
 def _nothing(stage: str, started: float, why: str | None) -> JointReport:

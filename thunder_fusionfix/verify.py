@@ -38,7 +38,7 @@ from functools import cached_property
 from typing import Any
 
 from thunder_fusionfix.alias import Aliases, aliases
-from thunder_fusionfix.effects import effect_of, is_layout, short_name
+from thunder_fusionfix.effects import ATTENTION, FLASH_BACKWARD, effect_of, is_layout, short_name
 from thunder_fusionfix.errors import VerifyError
 from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Arg, Graph, Op, Ref, Struct, Value, kept_with_op
 from thunder_fusionfix.normal_form import Epoch, Forms, GraphForm, Observation, has_effect
@@ -264,6 +264,18 @@ def _owns_wrongly(graph: Graph) -> Iterator[Fault]:
                 elif name in touched:
                     yield Fault(pos, f"{name} is taken over after something else took it", (name,))
         touched.update(op.inputs)
+
+
+def _mixes_attention(graph: Graph) -> Iterator[Fault]:
+    """What the entry's attention gives may be another kernel's than the one whose backward Thunder calls."""
+    ours: set[str] = set()
+    for pos, op in enumerate(graph.ops):
+        for part in op.leaves:
+            if part.id == FLASH_BACKWARD and not ours.isdisjoint(part.inputs):
+                names = tuple(name for name in part.inputs if name in ours)
+                yield Fault(pos, f"{part.id} takes what {ATTENTION} gives", names)
+            elif part.id == ATTENTION:
+                ours.update(part.outputs[1:])
 
 
 # ---------------------------------------------------------------- rules about two traces
@@ -557,6 +569,11 @@ GRAPH_RULES: tuple[Rule, ...] = (
     Rule("single-definition", "each name is given once", _defines_twice),
     Rule("region-names", "two regions of one name would run one code, so names are unique", _shares_region_names),
     Rule("returned", "the return statement is last, and what it returns was not deleted", _returns_wrongly),
+    Rule(
+        "attention",
+        "what the entry's attention gives beside its result, which kernel it ran, goes to no other backward",
+        _mixes_attention,
+    ),
     Rule("ownership", "only collections of cotangents are taken over, once, before they are unpacked", _owns_wrongly),
 )
 
