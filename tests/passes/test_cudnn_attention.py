@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -166,6 +169,31 @@ def test_backward_of_cudnn_gets_dense_rows(monkeypatch) -> None:
     assert all(one.stride(-1) == 1 for one in taken) and taken[1] is query and taken[3] is value and taken[4] is out
     for got, want in zip(given, gradients(grad, query, key, value, False, None), strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("operator", ["fusionfix_attention", "fusionfix_attention_backward"])
+def test_what_thunder_ran_runs_with_the_arguments_as_they_came(operator, monkeypatch) -> None:
+    """Thunder's own implementation, by its parameters' names."""
+    name = {
+        "fusionfix_attention": "_grad_forward_scaled_dot_product_flash_attention_impl",
+        "fusionfix_attention_backward": "_scaled_dot_product_flash_attention_backward_impl",
+    }[operator]
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *args, **kwargs: FLASH_CHOICE)
+    names = list(inspect.signature(getattr(sdpaex, name)).parameters)
+    fn = getattr(cudnn_attention, operator)
+    assert list(inspect.signature(fn).parameters) == names
+    given = {one: torch.full((1, 1, 1, 8)[: 3 if one == "logsumexp" else 4], at) for at, one in enumerate(names)}
+    given |= {"dropout_p": 0.0, "is_causal": True, "scale": 0.5, "max_q": 1, "max_k": 2}
+    given = {one: given[one] for one in names}
+    monkeypatch.setattr(sdpaex, name, lambda *args: dict(zip(names, args, strict=True)))
+    scale = given.pop("scale")
+    assert fn(*given.values(), scale=scale) == {**given, "scale": scale}
+
+
+def test_module_can_be_imported_first() -> None:
+    """Thunder's import has ours imported, so that no module of the executor's may need Thunder to be imported."""
+    for module in ("passes.cudnn_attention", "executor", "joint_pipeline"):
+        subprocess.run([sys.executable, "-c", f"import thunder_fusionfix.{module}"], check=True, timeout=120)
 
 
 # ---------------------------------------------------------------- the plan

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from thunder_fusionfix._thunder import sdpaex
 from thunder_fusionfix.effects import ATTENTION, ATTENTION_BACKWARD, FLASH, FLASH_BACKWARD
 from thunder_fusionfix.joint import JointPlan
 from thunder_fusionfix.model import RETURN, Decision, Graph, Op, Ref, refs
@@ -46,8 +45,6 @@ gradient is wanted, which tensors do not tell while Thunder runs."""
 
 # ---------------------------------------------------------------- the operators
 
-_flash_attention = sdpaex._grad_forward_scaled_dot_product_flash_attention_impl
-_flash_attention_backward = sdpaex._scaled_dot_product_flash_attention_backward_impl
 _cudnn_attention = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 _cudnn_attention_backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 _CUDNN = int(SDPBackend.CUDNN_ATTENTION)
@@ -105,6 +102,20 @@ def fusionfix_attention_backward(
         *(max_q, max_k, dropout_p, is_causal),
         scale=scale,
     )
+
+
+def _flash_attention(*args: Any) -> Any:
+    from thunder_fusionfix._thunder import (
+        sdpaex,  # not above: Thunder's import has `executor` imported, which imports this module
+    )
+
+    return sdpaex._grad_forward_scaled_dot_product_flash_attention_impl(*args)
+
+
+def _flash_attention_backward(*args: Any) -> Any:
+    from thunder_fusionfix._thunder import sdpaex
+
+    return sdpaex._scaled_dot_product_flash_attention_backward_impl(*args)
 
 
 def _prefers_cudnn(
