@@ -101,7 +101,7 @@ def test_cudnn_kernels_are_on_the_gpus_list(ran):
         pytest.skip("torch does not choose cuDNN on this GPU")
     fn = compiled(fusionfix_cudnn_attention=True)
     outcome(fn, tensors, True)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
         outcome(fn, tensors, True)
         torch.cuda.synchronize()
     names = [event.key for event in profile.key_averages()]
@@ -134,7 +134,7 @@ def test_gradients_of_any_strides_are_taken(kind, ran):
     """As sums, transposed consumers and other layouts hand them back."""
     tensors = inputs(64, torch.bfloat16, True)
     grad = {
-        "expanded": torch.ones((), device="cuda", dtype=torch.bfloat16).expand(tensors[3].shape),
+        "expanded": torch.randn(64, device="cuda", dtype=torch.bfloat16).expand(tensors[3].shape),
         "turned": tensors[3].mT.contiguous().mT,
         "other order": tensors[3].contiguous(),
     }[kind]
