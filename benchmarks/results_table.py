@@ -56,14 +56,29 @@ PREDICTION_WITHIN = 0.02
 
 
 def load(folder: Path) -> list[tuple[str, Run]]:
-    """Every run in ``folder``, by name."""
-    return [(file.stem, Run.load(file)) for file in sorted(folder.glob("*.json"))]
+    """Every run in ``folder``: those that goals are about first, in the goals' order, then by name; those without one of ours last."""
+    runs = [(file.stem, Run.load(file)) for file in sorted(folder.glob("*.json"))]
+    about = [goal.model for goal in GOALS if goal.model]
+
+    def place(named: tuple[str, Run]) -> tuple[bool, int]:
+        name, run = named
+        return not _has_ours(run), next((at for at, model in enumerate(about) if name.startswith(model)), len(about))
+
+    return sorted(runs, key=place)
+
+
+def _has_ours(run: Run) -> bool:
+    return any(find(name).is_ours and measured_of(run, name) for name in run.variants)
 
 
 def table(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
-    """For each run a table, a row for each variant, with peak and step against plain Thunder's."""
+    """For each run a table, a row for each variant, with peak and step against plain Thunder's.
+
+    Runs without a measurement of ours are a line each: what was measured for others' sake, and what failed, with the reason.
+    """
+    others = [run for _, run in runs if run.variants and not _has_ours(run)]
     for _, run in runs:
-        if not run.variants:
+        if not _has_ours(run):
             continue
         plain = measured_of(run, "plain") or measured_of(run, "plain-shared")
         yield from (
@@ -77,6 +92,22 @@ def table(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
             label = find(name).label + ("" if status == OK else f" ({status})")
             yield f"| {label} | " + " | ".join(_cells(run, name, plain)) + " |"
         yield ""
+    for run in others:
+        yield f"- {run.spec.title}: {'; '.join(_others(run))}"
+
+
+def _others(run: Run) -> Iterator[str]:
+    """What there is of a run without a measurement of ours: peak and step of each variant, or why there is none."""
+    failed: dict[str, list[str]] = {}
+    for name in ordered(run.variants):
+        record, measured = run.variants[name], measured_of(run, name)
+        if record.get("status") == OK:
+            step = f", step {measured['step_ms']['median']:.1f} ms" if measured.get("step_ms") else ""
+            yield f"{find(name).label}: peak {megabytes(measured['peak_bytes'])} MB{step}"
+        else:
+            reason = str(record.get("reason", "")).split(", please report")[0]
+            failed.setdefault(f"{record.get('status')}, {reason}", []).append(find(name).label)
+    yield from (f"{' and '.join(labels)}: {why}" for why, labels in failed.items())
 
 
 def _cells(run: Run, name: str, plain: object) -> Iterator[str]:
@@ -113,7 +144,8 @@ def _ratio_text(ratio: float | None) -> str:
 def goals(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
     """A row for each goal and run that it is about: which variant stands for us, its ratio, whether it is met.
 
-    No variant with options of its own stands for us: one under a memory budget gives time for memory on purpose.
+    No variant with options of its own stands for us: one under a memory budget gives time for memory on purpose. But where ours misses,
+    one that does not is shown below it, with its options.
 
     A goal about one model that cannot be judged is a row too, with what is missing.
     """
@@ -143,7 +175,14 @@ def _goal_rows(goal: Goal, run: Run, runs: Sequence[tuple[str, Run]]) -> Iterato
     if goal.of_all:
         shown = max(reached, key=lambda name: reached[name])
     verdict = "met" if reached[shown] <= goal.at_most else "**missed**"
-    yield f"| {goal.aim} x {whose} | {run.spec.title} | {find(shown).label} | {reached[shown]:.3f} | {verdict} |"
+    row = f"| {goal.aim} x {whose} | {run.spec.title} |"
+    yield f"{row} {find(shown).label} | {reached[shown]:.3f} | {verdict} |"
+    if goal.of_all or reached[shown] <= goal.at_most or not theirs:
+        return
+    for name in ordered(run.variants):
+        value = _quantity(goal.quantity, measured_of(run, name))
+        if name not in OURS and find(name).is_ours and value and value / theirs <= goal.at_most:
+            yield f"{row} {find(name).label} | {value / theirs:.3f} | met with these options |"
 
 
 def _opponent(goal: Goal, run: Run, runs: Sequence[tuple[str, Run]]) -> tuple[float | None, str]:

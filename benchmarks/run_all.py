@@ -428,6 +428,13 @@ def publish(everything: Sequence[Sequence[Step]], out: Path, docs: Path, readme:
             continue
         for made in (file, *filter(Path.exists, map(file.with_suffix, (".md", ".png")))):
             shutil.copy(made, step.file(docs).with_suffix(made.suffix))
+        if step.spec is not None:  # what a process said before it failed names places of the machine that it ran on
+            run = Run.load(step.file(docs))
+            without = {
+                name: {key: value for key, value in record.items() if key != "log"}
+                for name, record in run.variants.items()
+            }
+            replace(run, variants=without).save(step.file(docs))
     results_table.main(["--results", str(docs / "results"), "--write", str(readme)])
     programs_table.main(["--results", str(docs / "benchmarks"), "--write", str(docs / "benchmarks" / "README.md")])
 
