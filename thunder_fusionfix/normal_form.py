@@ -144,6 +144,7 @@ class Forms:
     _map_ids: dict[IndexMap, int] = field(default_factory=dict)
     _pushed: dict[tuple[int, int], int] = field(default_factory=dict)  # (map, expression) -> expression
     _computed: dict[tuple[int, tuple[int, ...]], _Computed] = field(default_factory=dict)  # (id of op, what it takes)
+    _last: tuple[Graph, GraphForm] | None = None  # the last Graph: what one pass made is what the next is given
 
     def of(self, graph: Graph, *, new_id: Mapping[str, str] | None = None, epoch: Epoch | None = None) -> GraphForm:
         """The expressions of ``graph``.
@@ -153,7 +154,11 @@ class Forms:
             new_id: ids of ops that count as another op, and are not opened.
             epoch: makes reads of memory part of the expressions; a read before a write then differs from one after it.
         """
-        return _Evaluation(self, graph, new_id or {}, epoch).run()
+        if new_id or epoch is not None:
+            return _Evaluation(self, graph, new_id or {}, epoch).run()
+        if self._last is None or self._last[0] is not graph:
+            self._last = graph, _Evaluation(self, graph, {}, None).run()
+        return self._last[1]
 
     def node(self, op: str, label: Hashable, children: tuple[int, ...], shape: Shape | None, dtype: str | None) -> int:
         """The id of this expression; an empty tensor is the same whatever computes it."""

@@ -37,18 +37,19 @@ def plan_own_cotangents(facts: Facts, fuel: int | None = None) -> Plan:
         facts: the trace and what is known of it.
         fuel: at most this many collections; None for no limit.
     """
-    graph, aliases = facts.graph, facts.aliases
+    graph = facts.graph
     if graph.stage != "backward":
         return Plan()
     taken = {name for op in graph.ops if op.id == OWN for name in op.inputs}
-    storage_of = aliases.storage_of
-    returned = {storage_of[name] for op in graph.ops[-1:] for name in op.inputs if name in storage_of}
+    returned = {
+        name for op in graph.ops[-1:] for name in op.inputs
+    }  # a view of one that is returned is found at run time
     owned, decisions = list[str](), list[Decision]()
     for pos, op in enumerate(graph.ops):
         if op.id != UNPACK or op.inputs[0] not in graph.args[1:] or op.inputs[0] in taken:
             continue
         held = [name for name in op.outputs if name in graph.held and (graph.values[name].nbytes or 0) >= LEAST_BYTES]
-        freed = [name for name in held if storage_of[name] not in returned]
+        freed = [name for name in held if name not in returned]
         if not held:
             continue
         nbytes = sum(graph.values[name].nbytes or 0 for name in freed)
