@@ -112,6 +112,12 @@ class Pair:
         )
         return old, new
 
+    @cached_property
+    def has_same_ops(self) -> bool:
+        """True where both traces hold the same ops, the same objects, in the same order, beside what binds and frees no value."""
+        kept = [[op for op in graph.ops if op.id not in (DEL, CLEAR, OWN)] for graph in (self.before, self.after)]
+        return len(kept[0]) == len(kept[1]) and all(old is new for old, new in zip(*kept))
+
 
 def check_graph(graph: Graph, rules: Sequence[Rule] | None = None) -> None:
     """Returns nothing where ``graph`` is a sound trace.
@@ -505,6 +511,8 @@ def _place(op: Op, new_id: Mapping[str, str]) -> str:
 
 def _changes_values(pair: Pair) -> Iterator[Fault]:
     """Values that both traces know outside of regions, and arguments of effects, that are other expressions."""
+    if pair.has_same_ops and pair.before.args == pair.after.args and not pair.new_id:
+        return
     before, after = (pair.forms.of(graph, new_id=pair.new_id) for graph in (pair.before, pair.after))
     for name, new in after.values.items():
         old = before.values.get(name)
