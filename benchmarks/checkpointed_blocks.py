@@ -18,6 +18,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,11 +158,7 @@ def main() -> None:
     install()
     with table_file(args.out, "checkpointed_blocks") as file:
         for name in args.variant:
-            try:
-                row = measure(name, args)
-            except Exception as error:  # noqa: BLE001 - one variant's failure must not cost the others
-                row = {"variant": name, "error": f"{type(error).__name__}: {error}"[:500]}
-            file.add(row)
+            file.add_measured({"variant": name}, partial(measure, name, args))
             gc.collect()
             torch.cuda.empty_cache()
     print("", table(file.rows), sep="\n")

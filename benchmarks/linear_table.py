@@ -19,6 +19,7 @@ import argparse
 import gc
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import thunder
@@ -155,11 +156,8 @@ def main() -> None:
     with table_file(args.out, "linear_table") as file:
         for case, x_shape, w_shape in CASES:
             for form in FORMS:
-                try:
-                    row = measure(case, form, x_shape, w_shape, args.calls)
-                except Exception as error:  # noqa: BLE001 - one row's failure must not cost the others
-                    row = {"case": case, "form": form, "error": f"{type(error).__name__}: {error}"[:300]}
-                file.add(row)
+                named = {"case": case, "form": form}
+                file.add_measured(named, partial(measure, case, form, x_shape, w_shape, args.calls))
                 gc.collect()
                 torch.cuda.empty_cache()
     print("", table(file.rows), sep="\n")

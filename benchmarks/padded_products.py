@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -153,11 +154,8 @@ def main() -> None:
     with table_file(args.out, "padded_products") as file:
         for case, (make, sizes) in cases.items():
             for product, operands in make(*sizes).items():
-                try:
-                    row = measure(case, product, *operands, args.calls)
-                except Exception as error:  # noqa: BLE001 - one row's failure must not cost the others
-                    row = {"case": case, "product": product, "error": f"{type(error).__name__}: {error}"[:300]}
-                file.add(row)
+                named = {"case": case, "product": product}
+                file.add_measured(named, partial(measure, case, product, *operands, args.calls))
             gc.collect()
             torch.cuda.empty_cache()
     print("", table(file.rows), sep="\n")

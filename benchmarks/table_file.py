@@ -12,12 +12,14 @@ import contextlib
 import json
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from thunder_fusionfix.bench import for_the_record, source_digest
 from thunder_fusionfix.measure import environment, now
+
+MOST_OF_AN_ERROR = 500  # characters
 
 
 @contextlib.contextmanager
@@ -48,6 +50,14 @@ class TableFile:
         if shown:
             print(json.dumps(row), flush=True)
         self.write(is_complete=False)
+
+    def add_measured(self, named: dict[str, Any], measure: Callable[[], dict[str, Any]]) -> None:
+        """Adds what ``measure`` gives; where it fails ``named`` and the error, as one row's failure must not cost the others."""
+        try:
+            row = measure()
+        except Exception as error:  # noqa: BLE001 -- see above
+            row = {**named, "error": f"{type(error).__name__}: {error}"[:MOST_OF_AN_ERROR]}
+        self.add(row)
 
     def write(self, *, is_complete: bool) -> None:
         if self.path is None:

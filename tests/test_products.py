@@ -93,16 +93,20 @@ def test_padded_products_equal_float64(
     assert torch.linalg.vector_norm(got.double() - want) <= 2 * EPS[dtype] * scale
 
 
-@pytest.mark.parametrize("how", ["dense", "turned"])
-@pytest.mark.parametrize("sizes", [(50, 12, 9), (50, 16, 9), (50, 9, 16), (53, 8, 16), (53, 5, 3), (48, 5, 3)])
+PIECES = [(50, 12, 9), (50, 16, 9), (50, 9, 16), (53, 8, 16), (53, 5, 3), (48, 5, 3)]
+DENSE_PIECES = [sizes for sizes in PIECES if sizes != (53, 8, 16)]  # which is aligned as it is
+
+
+@pytest.mark.parametrize(
+    ("how", "sizes"), [*(("dense", sizes) for sizes in DENSE_PIECES), *(("turned", sizes) for sizes in PIECES)]
+)
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_pieces_put_together_are_the_whole(how, sizes, has_bias) -> None:
     """The same product in pieces of 16 rows: every row is there, in its place, to the last bit or nearly so."""
     m, k, n = sizes
     left, right = laid((m, k), how, torch.bfloat16, 0), laid((k, n), "turned", torch.bfloat16, 1)
     padding = padding_of(left, right)
-    if padding is None:
-        pytest.skip("aligned as it is")
+    assert padding is not None
     bias = torch.randn(n, dtype=torch.bfloat16) if has_bias else None
     fields = {name: getattr(padding, name) for name in Padding.__dataclass_fields__}
     in_pieces = Padding(**{**fields, "rows": 16, "pieces": -(-m // 16)})

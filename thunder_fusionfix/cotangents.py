@@ -47,9 +47,7 @@ class References(NamedTuple):
     native: int  # to the tensor: the engine's, and that of the Python object
     memory: int  # to its storage
     weak: int
-    base: (
-        tuple[int, int] | None
-    )  # of a view: to the Python object of the tensor that it is a view of, and to that tensor
+    base: tuple[int, int] | None  # of a view: the first two of the tensor that it is a view of
     given_on: int  # to an object that two Python calls give on as the engine's call gives the cotangents
     node: type | None  # of the autograd graph, that the engine runs; None without the engine
 

@@ -78,13 +78,6 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str, reade
     new_trace.names = set(trace.names)
     bsyms = positioned(trace)
     editor = _Editor(new_trace, graph, (reader or Reader()).proxies(trace))
-    if plan == Plan(owned=plan.owned, decisions=plan.decisions):  # nothing moves, so every `del` stays where it is
-        new_trace.bound_symbols = list(trace.bound_symbols)
-        for pos, op in enumerate(graph.ops):
-            if op.id == UNPACK and op.inputs[0] in plan.owned:
-                at = next(at for at, bsym in enumerate(new_trace.bound_symbols) if bsym is bsyms[pos])
-                new_trace.bound_symbols.insert(at, editor.own(op.inputs[0]))
-        return _finished(new_trace, trace, provenance)
     regions = {edit.pos: edit.parts for edit in plan.regions}
     placed: dict[int, list[NewOp]] = {}
     for item in plan.placed:
@@ -108,10 +101,6 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str, reade
 
     deletes = {op.inputs: bsyms[pos] for pos, op in enumerate(graph.ops) if op.id == DEL}
     new_trace.bound_symbols = _with_deletes(lines, editor.proxies, deletes, TraceTag.BACKWARD in trace.tags)
-    return _finished(new_trace, trace, provenance)
-
-
-def _finished(new_trace: TraceCtx, trace: TraceCtx, provenance: str) -> TraceCtx:
     keep_object_names(new_trace, trace)
     new_trace.set_provenance(TraceProvenance(provenance))
     return new_trace

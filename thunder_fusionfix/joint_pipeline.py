@@ -8,9 +8,9 @@ dataflow know nothing of memory, so another set of candidates may make them read
 they make of the new trace is compared with what they make of the old one. A failure of ours costs the user one warning and a lost
 optimisation, never a step.
 
-Under a memory budget plans are judged by the estimated peak of what a dry run, and then our transform where it is in use, make of them. `recompute_cheap.LEVELS` are gone
-through in quarters of the bytes that each frees, until one fits; then two steps of bisection look for less than that quarter. These
-are 11 dry runs at most, each about 0.3 s for a layer of a transformer, and no two for the same plan. A lower budget never gives a
+Under a memory budget plans are judged by the estimated peak of what a dry run, and then our transform where it is in use, make of
+them. `recompute_cheap.LEVELS` are gone through in quarters of the bytes that each frees, until one fits; then two steps of bisection
+look for less than that quarter. These are 11 dry runs at most, each about 0.3 s for a layer of a transformer, and no two for the same plan. A lower budget never gives a
 higher estimated peak: it goes through the same quarters, of which only those count that are lower than all before; and less than a
 quarter is taken only where its peak is no lower than the quarter's. So where two budgets part ways, the higher one ends at that
 plan's peak or above, and the lower one below.
@@ -34,7 +34,7 @@ from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, Veri
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.garbage import collected_later
 from thunder_fusionfix.joint import Budget, JointFacts, JointPlan, JointReport, executed, split
-from thunder_fusionfix.model import Decision, Graph, Timeline
+from thunder_fusionfix.model import Decision, Graph, Timeline, fuel_left
 from thunder_fusionfix.passes import PASSES, claim_layouts, cudnn_attention, recompute_cheap
 from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
 from thunder_fusionfix.passes.cudnn_attention import plan_cudnn_attention
@@ -203,12 +203,8 @@ def _timeline(fused: Graph, entry: Entry) -> Timeline:
         try:
             after = Facts(apply_to_graph(facts.graph, item.plan(facts, None)), entry.config)
             facts = after if after.timeline.peak_bytes <= facts.timeline.peak_bytes else facts
-        except (
-            FusionFixError,
-            KeyError,
-            ValueError,
-        ):  # what a pass cannot do now it may do later; the estimate is higher
-            continue
+        except (FusionFixError, KeyError, ValueError):
+            continue  # what a pass cannot do now it may do later; the estimate is higher
     return facts.timeline
 
 
@@ -275,7 +271,7 @@ def _plan(facts: JointFacts, entry: Entry, level: Level, share: float = 1.0) -> 
         with _blaming(recompute_cheap.NAME):
             plan = plan_recompute_cheap(facts, config, fuel, level, share)
     if config.claim_layouts:
-        left = None if fuel is None else fuel - sum(decision.applied for decision in plan.decisions)
+        left = fuel_left(fuel, plan.decisions)
         with _blaming(claim_layouts.NAME):
             claimed = plan_claim_layouts(facts, plan, left)
         plan = replace(
@@ -285,7 +281,7 @@ def _plan(facts: JointFacts, entry: Entry, level: Level, share: float = 1.0) -> 
             decisions=plan.decisions + claimed.decisions,
         )
     if config.cudnn_attention:
-        left = None if fuel is None else fuel - sum(decision.applied for decision in plan.decisions)
+        left = fuel_left(fuel, plan.decisions)
         with _blaming(cudnn_attention.NAME):
             swapped = plan_cudnn_attention(facts.joint, left)
         plan = replace(plan, swaps=swapped.swaps, decisions=plan.decisions + swapped.decisions)

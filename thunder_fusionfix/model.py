@@ -18,7 +18,7 @@ Conventions: a *position* is an index into ``Graph.ops``; ranges of positions ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from math import prod
@@ -391,6 +391,15 @@ class Decision:
     reason: str
     applied: bool
     bytes_won: int = 0  # at the place, not at the peak; negative where it costs
+
+
+def fuel_left(fuel: int | None, decisions: Iterable[Decision]) -> int | None:
+    """Of ``fuel`` rewrites those that may yet be made after ``decisions``; None for no limit.
+
+    >>> fuel_left(3, [Decision("reorder", 0, "x", "moved", "", applied) for applied in (True, False)]), fuel_left(None, [])
+    (2, None)
+    """
+    return None if fuel is None else fuel - sum(decision.applied for decision in decisions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from thunder_fusionfix.errors import FusionFixError, UnsupportedTraceError, Veri
 from thunder_fusionfix.execute import compare
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.garbage import collected_later
-from thunder_fusionfix.model import Decision, Graph, Plan, Report
+from thunder_fusionfix.model import Decision, Graph, Plan, Report, fuel_left
 from thunder_fusionfix.normal_form import Forms
 from thunder_fusionfix.passes import PASSES, Pass
 from thunder_fusionfix.read import Reader, example_strides, forward_trace
@@ -121,8 +121,7 @@ class _State:
     @property
     def fuel(self) -> int | None:
         """Rewrites that may yet be made; None for no limit."""
-        limit = self.facts.config.fuel
-        return None if limit is None else limit - sum(decision.applied for decision in self.decisions)
+        return fuel_left(self.facts.config.fuel, self.decisions)
 
 
 def _after(item: Pass, state: _State, facts_of: Callable[[TraceCtx], Facts]) -> _State:

@@ -42,7 +42,20 @@ from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.index_map import IndexMap, compose, index_map, refine
 from thunder_fusionfix.layout import Contiguous, Layout, Reshape, Same, Shape, as_prim, layout_of
 from thunder_fusionfix.losses import CrossEntropy, cross_entropy_of
-from thunder_fusionfix.model import Arg, Const, Decision, NewOp, Op, Part, Placed, Plan, Ref, RegionEdit, Repeat
+from thunder_fusionfix.model import (
+    Arg,
+    Const,
+    Decision,
+    NewOp,
+    Op,
+    Part,
+    Placed,
+    Plan,
+    Ref,
+    RegionEdit,
+    Repeat,
+    fuel_left,
+)
 
 NAME = "ignore_cut_rows"
 CAST = "prims.convert_element_type"
@@ -67,7 +80,7 @@ def plan_ignore_cut_rows(facts: Facts, fuel: int | None = None) -> Plan:
     plans: list[Plan] = []
     for pos, op in enumerate(facts.graph.ops):
         if op.id.startswith("nvFusion") and any(map(cross_entropy_of, op.subops)):
-            left = None if fuel is None else fuel - sum(d.applied for plan in plans for d in plan.decisions)
+            left = fuel_left(fuel, (decision for plan in plans for decision in plan.decisions))
             plans.append(_Rewrite(facts, pos, op, fresh, left).plan())
     return Plan(
         regions=tuple(edit for plan in plans for edit in plan.regions),

@@ -74,6 +74,7 @@ from thunder_fusionfix.model import (
     Ref,
     RegionEdit,
     Value,
+    fuel_left,
     refs,
 )
 from thunder_fusionfix.pins import given_twice
@@ -117,7 +118,7 @@ def plan_unfuse_layouts(facts: Facts, fuel: int | None = None) -> Plan:
     for pos, op in enumerate(graph.ops):
         if not op.is_fusion or not any(is_layout(subop) for subop in op.subops):
             continue
-        left = None if fuel is None else fuel - sum(d.applied for plan in plans for d in plan.decisions)
+        left = fuel_left(fuel, (decision for plan in plans for decision in plan.decisions))
         plans.append(_Rewrite(graph, pos, op, strides, written, fresh, left, shared).plan())
     return Plan(
         regions=tuple(edit for plan in plans for edit in plan.regions),
