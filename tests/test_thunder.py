@@ -1,4 +1,4 @@
-"""`_thunder` and the package's joining of Thunder: one mend, versions, and registration in every order of imports."""
+"""`_thunder` and the package's joining of Thunder: its mends, versions, and registration in every order of imports."""
 
 from __future__ import annotations
 
@@ -6,12 +6,16 @@ import ast
 import subprocess
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.nn.functional as F
 from helpers import GraphBuilder
 
 from thunder_fusionfix import _thunder
 from thunder_fusionfix.alias import aliases
+from thunder_fusionfix.capture import capture
 from thunder_fusionfix.model import Op
 
 
@@ -25,7 +29,8 @@ def run(code):
 @pytest.mark.nvfuser
 def test_mend_gives_thunder_the_function_that_nvfuser_has(monkeypatch):
     """The function that fails is replaced once, by one that describes a tensor as Thunder documents it."""
-    impl = _thunder._load_nvfuser_impl()
+    with _thunder.nvfuser_registered():
+        impl = _thunder.nvfuser_impl()
     assert _thunder.mend_nvfuser() is False
 
     def fails(shape, stride):
@@ -45,7 +50,8 @@ def test_mend_gives_thunder_the_function_that_nvfuser_has(monkeypatch):
 @pytest.mark.nvfuser
 def test_mend_leaves_an_older_nvfuser_alone(monkeypatch):
     """Where the module that Thunder asks is installed, nothing is replaced."""
-    impl = _thunder._load_nvfuser_impl()
+    with _thunder.nvfuser_registered():
+        impl = _thunder.nvfuser_impl()
 
     def original(shape, stride):
         return None
@@ -54,6 +60,58 @@ def test_mend_leaves_an_older_nvfuser_alone(monkeypatch):
     monkeypatch.setattr(_thunder.importlib.util, "find_spec", lambda name: name == "nvfuser" or None)
     assert _thunder.mend_nvfuser() is False
     assert impl.compute_contiguity is original
+
+
+LOSSES = {
+    "label smoothing": (torch.float32, {"label_smoothing": 0.1}, False),
+    "class weights": (torch.float32, {"weight": torch.ones(10)}, False),
+    "sum": (torch.float32, {"reduction": "sum"}, False),
+    "bfloat16": (torch.bfloat16, {}, False),
+    "what the rule was written for": (torch.float32, {}, True),
+}
+
+
+@pytest.mark.nvfuser
+@pytest.mark.parametrize(("dtype", "options", "accepted"), LOSSES.values(), ids=list(LOSSES))
+def test_an_executors_gradient_rule_is_taken_where_its_checker_accepts_the_op(dtype, options, accepted):
+    """nvFuser's rule for `cross_entropy` ignores smoothing and weights, and what it makes of bfloat16 does not compile."""
+    logits, labels = torch.zeros(8, 10, dtype=dtype, requires_grad=True), torch.zeros(8, dtype=torch.long)
+    options = {key: value.to("meta") if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    captured = capture(lambda x, y, kw: F.cross_entropy(x, y, **kw), (logits, labels, options))
+    assert ("nv_cross_entropy" in str(captured.forward)) == accepted
+
+
+def test_mend_of_gradient_rules_is_done_once_and_for_tested_releases(monkeypatch):
+    """An executor that can fuse an op but refuses it has no say in its gradient; others keep theirs."""
+    assert _thunder.mend_gradient_rules() is False
+
+    class Executor:
+        def __init__(self, accepts: bool) -> None:
+            self.accepts = accepts
+
+        def can_execute(self, bsym) -> bool:
+            return self.accepts
+
+    op = SimpleNamespace(sym=SimpleNamespace(id="an op without a rule of Thunder's"))
+    transforms = _thunder.thunder.core.transforms
+    for accepts in (True, False):
+        executor = Executor(accepts)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                transforms, "_get_gradfn_and_executor", lambda bsym, executor=executor: ("its rule", executor)
+            )
+            patch.setattr(_thunder.thunder.transforms.autodiff, "_get_gradfn_and_executor", None)
+            patch.setattr(_thunder, "_thunder_version", lambda: "0.1.0")
+            assert _thunder.mend_gradient_rules() is False
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                transforms, "_get_gradfn_and_executor", lambda bsym, executor=executor: ("its rule", executor)
+            )
+            patch.setattr(_thunder.thunder.transforms.autodiff, "_get_gradfn_and_executor", None)
+            assert _thunder.mend_gradient_rules() is True
+            mended = transforms._get_gradfn_and_executor
+            assert mended is _thunder.thunder.transforms.autodiff._get_gradfn_and_executor
+            assert mended(op) == (("its rule", executor) if accepts else (None, None))
 
 
 def test_replaced_restores_after_an_error():

@@ -1,12 +1,17 @@
 """The only home of version-bound imports from Thunder and nvFuser; importing it mends what is broken between the two.
 
-The one mend: Thunder 0.2.6 asks the module ``nvfuser`` for `compute_tensor_descriptor` each time it describes a fusion's
-input, and nvFuser 0.2.36 ships that function in ``nvfuser_direct`` alone, so that every nvFusion fails when it is called.
-`mend_nvfuser` gives Thunder's one caller of it the function that is there. Nothing else changes, and where the two fit
-together nothing changes at all.
+Two mends. Nothing else changes, and where the two fit together nothing changes at all.
 
-    >>> mend_nvfuser()   # already done on import: nothing is left to mend
-    False
+`mend_nvfuser`: Thunder 0.2.6 asks the module ``nvfuser`` for `compute_tensor_descriptor` each time it describes a fusion's
+input, and nvFuser 0.2.36 ships that function in ``nvfuser_direct`` alone, so that every nvFusion fails when it is called.
+Thunder's one caller of it gets the function that is there.
+
+`mend_gradient_rules`: Thunder 0.2.6 takes an executor's gradient rule for an operator that the executor's own checker refuses, if
+the executor can fuse what the operator is made of. nvFuser's rule for `cross_entropy` then gets what it was not written for: label
+smoothing and class weights are left out without a word, and a loss of bfloat16 logits (GPT-2, GPT-NeoX, ViT) does not compile.
+
+    >>> mend_nvfuser(), mend_gradient_rules()   # already done on import: nothing is left to mend
+    (False, False)
 
 Everything that other modules need of Thunder's private or version-bound names is re-exported here, each with its reason.
 """
@@ -26,6 +31,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import thunder
+import thunder.core.transforms
+import thunder.transforms.autodiff
 import torch
 from looseversion import LooseVersion
 from thunder.core.compile_data import compile_data_and_stats
@@ -42,6 +49,7 @@ __all__ = [
     "get_executor",
     "given_options",
     "installed_versions",
+    "mend_gradient_rules",
     "mend_nvfuser",
     "nvfuser_registered",
     "nvfuser_version",
@@ -55,7 +63,7 @@ __all__ = [
 
 _NVFUSER_IMPL = "thunder.executors.nvfuserex_impl"
 
-# ---------------------------------------------------------------- the mend
+# ---------------------------------------------------------------- the mends
 
 
 def mend_nvfuser() -> bool:
@@ -82,6 +90,30 @@ def mend_nvfuser() -> bool:
 
     compute_contiguity._mended = True  # type: ignore[attr-defined]
     impl.compute_contiguity = compute_contiguity  # type: ignore[attr-defined]
+    return True
+
+
+def mend_gradient_rules() -> bool:
+    """Makes Thunder ask an executor's checker before it takes the executor's gradient rule; True where it changed something.
+
+    An operator that is refused is differentiated by Thunder's own rule, or as the operators that it is made of. Does nothing with
+    releases of Thunder that were not tested, or where it was done before.
+    """
+    transforms = thunder.core.transforms
+    find = transforms._get_gradfn_and_executor
+    if hasattr(find, "_mended") or not is_tested("lightning-thunder", _thunder_version()):
+        return False
+
+    @functools.wraps(find)
+    def find_accepted(bsym: Any, **kwargs: Any) -> tuple[Callable | None, Any]:
+        rule, executor = find(bsym, **kwargs)
+        if executor is None or executor.can_execute(bsym):
+            return rule, executor
+        return transforms._grad_fn_map.get(bsym.sym.id), None
+
+    find_accepted._mended = True  # type: ignore[attr-defined]
+    for module in (transforms, thunder.transforms.autodiff):  # the second imported the name
+        module._get_gradfn_and_executor = find_accepted
     return True
 
 
@@ -138,9 +170,14 @@ def untested_versions() -> tuple[str, ...]:
     """
     lines = []
     for package, version in installed_versions().items():
-        if version is not None and not any(_is_release(version, tested) for tested in TESTED[package]):
+        if version is not None and not is_tested(package, version):
             lines.append(f"{package} {version} (tested: {', '.join(TESTED[package])})")
     return tuple(lines)
+
+
+def is_tested(package: str, version: str | None) -> bool:
+    """True where ``version`` of ``package``, one of those in `TESTED`, is a build or patch of a release that was tested."""
+    return version is not None and any(_is_release(version, tested) for tested in TESTED[package])
 
 
 def _is_release(version: str, release: str) -> bool:
@@ -163,6 +200,7 @@ def warn_untested_versions() -> bool:
 
 
 mend_nvfuser()
+mend_gradient_rules()
 
 # ---------------------------------------------------------------- what capture needs
 
