@@ -129,6 +129,40 @@ def test_users_choice_of_a_kernel_counts_and_the_backward_follows(ran):
             assert distance(got, reference) < 1e-2
 
 
+@pytest.mark.parametrize("off", [1, 2, 4])
+@pytest.mark.parametrize("at", ["query", "key", "value", "gradient", "all"])
+def test_tensors_at_unaligned_addresses_are_read_right(off, at, ran):
+    """``off`` elements from an aligned address. torch's own attention is off by the whole norm there, or fails."""
+    tensors = inputs(64, torch.bfloat16, True)
+    if not torch_chooses_cudnn(tensors, True):
+        pytest.skip("torch does not choose cuDNN on this GPU")
+    want = exact(tensors, True)
+    batch, heads, length, width = tensors[0].shape
+    for pos, name in enumerate(("query", "key", "value", "gradient")):
+        if at in (name, "all"):
+            room = torch.empty(tensors[pos].numel() + off, dtype=torch.bfloat16, device="cuda")
+            moved = room[off:].view(batch, length, heads, width).transpose(1, 2)
+            tensors[pos] = moved.copy_(tensors[pos])
+    got = outcome(compiled(fusionfix_cudnn_attention=True), tensors, True)
+    assert ran == ["_cudnn_attention", "_cudnn_attention_backward"]
+    for mine, reference in zip(got, want, strict=True):
+        assert distance(mine, reference) < 1e-2
+
+
+@pytest.mark.parametrize("extra", [1, 4, 8])
+def test_rows_that_are_not_packed_are_read_right(extra, ran):
+    """Rows of 64 in room for more, so that only each eighth one is aligned, or all are."""
+    tensors = inputs(64, torch.bfloat16, True)
+    want = exact(tensors, True)
+    batch, heads, length, width = tensors[0].shape
+    for pos in range(4):
+        room = torch.empty(batch, length, heads, width + extra, dtype=torch.bfloat16, device="cuda")
+        tensors[pos] = room[..., :width].transpose(1, 2).copy_(tensors[pos])
+    got = outcome(compiled(fusionfix_cudnn_attention=True), tensors, True)
+    for mine, reference in zip(got, want, strict=True):
+        assert distance(mine, reference) < 1e-2
+
+
 @pytest.mark.parametrize("kind", ["expanded", "turned", "other order"])
 def test_gradients_of_any_strides_are_taken(kind, ran):
     """As sums, transposed consumers and other layouts hand them back."""

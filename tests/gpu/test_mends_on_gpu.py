@@ -16,18 +16,18 @@ OPTIONS = {
     "label smoothing": {"label_smoothing": 0.1},
     "class weights": {"weight": "weights"},
     "ignored label": {"ignore_index": 3},
-    "sum": {"reduction": "sum"},
-    "all": {"label_smoothing": 0.2, "weight": "weights", "ignore_index": 3, "reduction": "sum"},
+    "all": {"label_smoothing": 0.2, "weight": "weights", "ignore_index": 3},
 }
 
 
 @pytest.mark.parametrize("transforms", [False, True], ids=["plain", "fixed"])
 @pytest.mark.parametrize("name", list(OPTIONS))
-@pytest.mark.parametrize("classes", [1000, 50257])
 @pytest.mark.parametrize(
-    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["float32", "bfloat16"]
+    ("dtype", "classes", "bound"),
+    [(torch.float32, 1000, 1e-5), (torch.bfloat16, 1000, 1e-2), (torch.bfloat16, 50257, 1e-2)],
+    ids=str,
 )
-def test_cross_entropy_and_its_gradient_are_those_of_eager(dtype, bound, classes, name, transforms):
+def test_cross_entropy_and_its_gradient_are_those_of_eager(dtype, classes, bound, name, transforms):
     """Against eager in float64 on the same numbers; bfloat16 by the rounding of its results."""
     torch.manual_seed(0)
     logits = torch.randn(96, classes, device="cuda").to(dtype)

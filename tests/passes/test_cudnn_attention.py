@@ -48,7 +48,8 @@ class Kernels:
         self.choice = choice
         self.calls: list[str] = []
         self.asked: list[tuple[Any, ...]] = []
-        self.taken: list[tuple[torch.Tensor, ...]] = []  # by cuDNN's backward
+        self.given: list[tuple[torch.Tensor, ...]] = []  # to cuDNN's forward
+        self.taken: list[tuple[torch.Tensor, ...]] = []  # by its backward
         monkeypatch.setattr(torch, "_fused_sdp_choice", self.choose)
         monkeypatch.setattr(cudnn_attention, "_cudnn_attention", self.cudnn)
         monkeypatch.setattr(cudnn_attention, "_cudnn_attention_backward", self.cudnn_backward)
@@ -61,6 +62,7 @@ class Kernels:
 
     def cudnn(self, query, key, value, bias, sums, dropout_p, is_causal, debug, *, scale):
         self.calls.append("cudnn")
+        self.given.append((query, key, value))
         assert bias is None and sums is True and debug is False and dropout_p == 0.0
         out, logsumexp = attended(query, key, value, is_causal, scale)
         seed = torch.empty((), dtype=torch.int64)
@@ -168,6 +170,52 @@ def test_backward_of_cudnn_gets_dense_rows(monkeypatch) -> None:
     (taken,) = kernels.taken
     assert all(one.stride(-1) == 1 for one in taken) and taken[1] is query and taken[3] is value and taken[4] is out
     for got, want in zip(given, gradients(grad, query, key, value, False, None), strict=True):
+        assert torch.equal(got, want)
+
+
+def base(elements: int) -> torch.Tensor:
+    """Numbers at an address that is a multiple of 16."""
+    made = torch.randn(elements).to(torch.bfloat16)
+    assert made.data_ptr() % 16 == 0
+    return made
+
+
+UNALIGNED = {
+    "start": lambda: base(257)[1:].view(1, 2, 16, 8),
+    "start, heads inside": lambda: base(260)[4:].view(1, 16, 2, 8).transpose(1, 2),
+    "rows": lambda: base(16 * 2 * 9).view(1, 16, 2, 9)[..., :8].transpose(1, 2),
+    "columns": lambda: base(256).view(1, 2, 8, 16).mT,
+    "one number": lambda: base(1)[0].expand(1, 2, 16, 8),
+}
+ALIGNED = {
+    "dense": lambda: base(256).view(1, 2, 16, 8),
+    "heads inside": lambda: base(256).view(1, 16, 2, 8).transpose(1, 2),
+    "packed": lambda: base(768).view(1, 16, 3, 2, 8)[:, :, 1].transpose(1, 2),
+    "one head": lambda: base(16 * 8).view(1, 1, 16, 8).expand(1, 2, 16, 8),
+    "a dim of one with any stride": lambda: base(256).as_strided((1, 2, 16, 8), (3, 128, 8, 1)),
+}
+
+
+@pytest.mark.parametrize("name", [*UNALIGNED, *ALIGNED])
+@pytest.mark.parametrize("at", range(4))
+def test_cudnn_gets_aligned_rows(name, at, monkeypatch) -> None:
+    """Query, key, value or the gradient: what cuDNN would misread is copied, forward and backward; what is fine is not."""
+    kernels, tensors = Kernels(monkeypatch, CUDNN), [*qkv(1, 2, 16, 8), *qkv(1, 2, 16, 8)[:1]]
+    tensors[at] = given = (UNALIGNED | ALIGNED)[name]()
+    *args, grad = tensors
+    out, sums, *rest, seed, offset, _ = fusionfix_attention(*args, 0.0, True, scale=None)
+    grads = fusionfix_attention_backward(grad, *args, out, sums, *rest, 0.0, True, seed, offset, scale=None)
+    forward, (taken_grad, *taken) = kernels.given[0], kernels.taken[0][:4]
+    for got in (*forward, taken_grad, *taken):
+        assert got.stride(-1) == 1 and got.data_ptr() % 16 == 0
+        assert all(stride % 8 == 0 for size, stride in zip(got.shape[:-1], got.stride()[:-1], strict=True) if size > 1)
+    if at < 3:
+        assert torch.equal(forward[at], given) and torch.equal(taken[at], given)
+        assert (forward[at] is given) == (taken[at] is given) == (name in ALIGNED)
+        if name == "start, heads inside":
+            assert forward[at].stride() == given.stride()
+    assert torch.equal(taken_grad, grad) and taken_grad.stride() == out.stride()
+    for got, want in zip(grads, gradients(grad, *args, True, None), strict=True):
         assert torch.equal(got, want)
 
 

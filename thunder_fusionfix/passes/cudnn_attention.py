@@ -18,7 +18,7 @@ changed by then. It tells from the log-sum-exp, which is ``[batch, heads, length
 after the flash one. Where no backward of the trace takes it, nothing else may see which it is.
 
 Stage: joint, inference. Needs: dropout 0, no mask (the flash kernel has none). Keeps: arguments, outputs, dtypes, the result's strides,
-what is saved and its bytes. Changes: the order of sums, within the distance of both kernels from float32. Left alone: dropout, which
+what is saved and its bytes. Copies: tensors that cuDNN would misread, `_as_cudnn_reads`. Changes: the order of sums, within the distance of both kernels from float32. Left alone: dropout, which
 would draw other numbers; a forward whose outputs anything but its own backward takes; memory-efficient attention, which Thunder
 chooses for masks and float32. Invariants: no way reads the device, so a CUDA graph can record it. Not counted in predictions: the
 workspace of either kernel.
@@ -69,6 +69,7 @@ def fusionfix_attention(
         two tensors or None, two lengths, seed, offset, debug mask.
     """
     if _prefers_cudnn(query, key, value, dropout_p, is_causal, scale):
+        query, key, value = map(_as_cudnn_reads, (query, key, value))
         return _cudnn_attention(query, key, value, None, True, 0.0, is_causal, False, scale=scale)
     return _flash_attention(query, key, value, dropout_p, is_causal, scale)
 
@@ -96,7 +97,7 @@ def fusionfix_attention_backward(
             *(grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k),
             *(dropout_p, is_causal, philox_seed, philox_offset, scale),
         )
-    query, key, value, out = map(_rows, (query, key, value, out))
+    query, key, value, out = map(_as_cudnn_reads, (query, key, value, out))
     grad_out = _lying_as(grad_out, out)
     return _cudnn_attention_backward(
         *(grad_out, query, key, value, out, logsumexp, philox_seed, philox_offset, None, cum_seq_q, cum_seq_k),
@@ -139,9 +140,26 @@ def _is_of_cudnn(logsumexp: torch.Tensor) -> bool:
     return logsumexp.dim() == 4
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` with dense rows, which the kernels need; a copy where it has none."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+ALIGNMENT = 16
+"""Bytes of which a multiple is the address of each row that cuDNN's kernels read."""
+
+
+def _as_cudnn_reads(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` with dense rows at aligned addresses; a copy where it has others, of the same order of dims if that will do.
+
+    torch does not look. With query, key or value at an address 2, 4 or 8 bytes off, results are off by their whole norm and no error
+    comes, in eager too; with such a gradient cuDNN fails (torch 2.11, cuDNN 9.19; `tests/gpu` holds both).
+    """
+    if _is_aligned(tensor):
+        return tensor
+    copy = tensor.clone()
+    return copy if _is_aligned(copy) else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _is_aligned(tensor: torch.Tensor) -> bool:
+    elements = ALIGNMENT // tensor.element_size()
+    strides = (stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1)
+    return tensor.stride(-1) == 1 and tensor.data_ptr() % ALIGNMENT == 0 and all(one % elements == 0 for one in strides)
 
 
 def _lying_as(gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -149,7 +167,7 @@ def _lying_as(gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
     With others the gradients were off by 1.4 of their norm; `tests/gpu` holds it.
     """
-    if gradient.stride() == out.stride():
+    if gradient.stride() == out.stride() and _is_aligned(gradient):
         return gradient
     return torch.empty_strided(out.shape, out.stride(), dtype=gradient.dtype, device=gradient.device).copy_(gradient)
 
