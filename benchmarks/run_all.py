@@ -131,7 +131,7 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             _bench(
                 "4 layers, real width",
                 "qwen2.5-7b",
-                (*SHORT, "eager", "both:fusionfix_cudnn_attention=True", LAYOUTS_ALONE),
+                (*SHORT, "eager", "both:fusionfix_cudnn_attention=False", LAYOUTS_ALONE),
                 90,
                 35,
                 420,

@@ -32,7 +32,7 @@ class FusionFixConfig:
     fold_matmuls: bool = True  # entry: linear layers and matmuls of an N-D tensor choose their kernel at run time
     pad_matmuls: bool = True  # entry: products whose rows start off 16-byte steps run padded where that pays
     claim_layouts: bool = True  # entry: layouts that a fusion would only carry stay out of it
-    cudnn_attention: bool = False  # entry: attention runs cuDNN's kernel where torch would; off: Thunder's kernel
+    cudnn_attention: bool = True  # entry: attention runs cuDNN's kernel where torch would; off: Thunder's kernel
     recompute_cheap: bool = True  # entry: saved tensors that cheap ops make again are not saved
     recompute_min_bytes: int = 2**20  # entry: smaller tensors are saved; one more kernel costs more than they do
     memory_budget: str | int | None = None  # entry: "32GB", peak of each compiled function; makes more again to meet it
