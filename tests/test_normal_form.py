@@ -408,6 +408,70 @@ def test_reads_of_written_memory_tell_before_from_after() -> None:
     assert end((None,) * 4) == tuple(forms.of(graph).values[name] for name in ("a", "c"))
 
 
+HALVES = """
+def f(x, y):
+  # x: "cpu f32[2, 3]"
+  # y: "cpu f32[2, 3]"
+  [c] = nvFusion0(x)
+    # a = prims.exp(x)  # a: "cpu f32[2, 3]"
+    # b = prims.neg(a)  # b: "cpu f32[2, 3]"
+    # c = prims.mul(b, 2.0)  # c: "cpu f32[2, 3]"
+  [d] = nvFusion1(y)
+    # d = prims.sin(y)  # d: "cpu f32[2, 3]"
+  e = torch.add(c, d)  # e: "cpu f32[2, 3]"
+  return e
+"""
+
+
+def with_subops(graph: Graph, pos: int, *subops: Op) -> Graph:
+    """``graph`` with these ops in its region at ``pos``, and the very objects of ``graph`` beside it."""
+    region = replace(graph.ops[pos], subops=subops)
+    return replace(graph, ops=(*graph.ops[:pos], region, *graph.ops[pos + 1 :]))
+
+
+def test_where_changed_takes_shared_ops_as_they_are() -> None:
+    """Where the same ops take the same, only the others are opened."""
+    before, forms = parse(HALVES), Forms()
+    exp, neg, mul = before.ops[0].subops
+    changed = forms.where_changed(before, with_subops(before, 0, exp, neg, replace(mul)))
+    assert changed is not None
+    old, new = changed
+    assert old.values == new.values
+    assert [forms.text(old.values[name]) for name in "ced"] == ["pointwise (prims.mul, (_, 2.0), ())(b)", "e", "d"]
+
+
+def test_where_changed_is_not_certain_of_an_op_that_takes_another_value() -> None:
+    """An op may be the same object and take another value, inside a region, under a name that is given anew there."""
+    before, forms = parse(HALVES), Forms()
+    exp, neg, mul = before.ops[0].subops
+    after = with_subops(before, 0, replace(exp, id="prims.sin"), neg, mul)
+    assert forms.where_changed(before, after) is None
+    assert forms.of(before).values["c"] != forms.of(after).values["c"]
+
+
+def test_where_changed_is_not_certain_of_an_op_that_stands_twice_over_two_values() -> None:
+    """One object in two regions, over two values of one name, gives two values: no leaf stands for both."""
+    before, forms = parse(HALVES), Forms()
+    exp, neg, mul = before.ops[0].subops
+    sine = replace(before.ops[1].subops[0], output=Ref("a"))
+    double = replace(mul, args=(Ref("b"), 3.0), output=Ref("d"))
+    both = with_subops(before, 1, sine, neg, double)
+    swapped = with_subops(with_subops(both, 0, replace(exp), neg, mul), 1, replace(sine), neg, double)
+    assert forms.where_changed(both, swapped) is None
+    assert forms.of(both).values["c"] == forms.of(swapped).values["c"], "which is where all ops are looked into"
+
+
+def test_where_changed_leaves_nothing_behind_that_other_graphs_take_for_known() -> None:
+    """What a region gives in terms of shared sub-ops is no expression of that region elsewhere."""
+    before, forms = parse(HALVES), Forms()
+    exp, neg, mul = before.ops[0].subops
+    after = with_subops(before, 0, exp, neg, replace(mul, args=(2.0, Ref("b"))))
+    forms.where_changed(before, after)
+    for graph in (before, after):
+        fresh = Forms()
+        assert forms.text(forms.of(graph).values["e"]) == fresh.text(fresh.of(graph).values["e"])
+
+
 def test_text_shows_expression() -> None:
     """A form can be read: leaves by name, layouts as offset and factors."""
     graph = parse(

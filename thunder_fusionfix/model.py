@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
+from inspect import signature
 from math import prod
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -205,14 +206,21 @@ def kept_with_op(find: Callable[Concatenate[Op, Context], Fact]) -> Callable[Con
     name = f"{find.__module__}.{find.__qualname__}"
 
     @wraps(find)
-    def recall(op: Op, *context: Context.args, **none: Context.kwargs) -> Fact:
-        facts = vars(op)
-        known = facts.get(name)
+    def recall(op: Op) -> Fact:
+        try:
+            return op.__dict__[name]
+        except KeyError:
+            fact = op.__dict__[name] = find(op)  # type: ignore[call-arg]
+            return fact
+
+    @wraps(find)
+    def recall_in_context(op: Op, *context: Context.args, **none: Context.kwargs) -> Fact:
+        known = op.__dict__.get(name)
         if known is None or known[0] != context:
-            known = facts[name] = context, find(op, *context, **none)
+            known = op.__dict__[name] = context, find(op, *context, **none)
         return known[1]
 
-    return recall
+    return recall_in_context if len(signature(find).parameters) > 1 else recall  # type: ignore[return-value]
 
 
 STAGES = ("joint", "forward", "backward", "inference")

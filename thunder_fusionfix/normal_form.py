@@ -144,6 +144,7 @@ class Forms:
     _map_ids: dict[IndexMap, int] = field(default_factory=dict)
     _pushed: dict[tuple[int, int], int] = field(default_factory=dict)  # (map, expression) -> expression
     _computed: dict[tuple[int, tuple[int, ...]], _Computed] = field(default_factory=dict)  # (id of op, what it takes)
+    _given: dict[int, _Computed] = field(default_factory=dict)  # id of an op -> its outputs as leaves
     _last: tuple[Graph, GraphForm] | None = None  # the last Graph: what one pass made is what the next is given
 
     def of(self, graph: Graph, *, new_id: Mapping[str, str] | None = None, epoch: Epoch | None = None) -> GraphForm:
@@ -159,6 +160,18 @@ class Forms:
         if self._last is None or self._last[0] is not graph:
             self._last = graph, _Evaluation(self, graph, {}, None).run()
         return self._last[1]
+
+    def where_changed(self, before: Graph, after: Graph) -> tuple[GraphForm, GraphForm] | None:
+        """The expressions of two Graphs over what the ops give that both have, the same objects; None where these take other values.
+
+        A pure op gives the same for the same, so what a shared one gives is a leaf, once it is seen that it takes the same expressions
+        wherever it stands: the leaves in those are equal, as they stand before it, and so on up to the arguments. Equal expressions are
+        equal values here too; of two that are not, `of` may yet see that they are equal, as it looks into all ops.
+        """
+        shared = _shared_ops(before, after)
+        old, new = (_Evaluation(self, graph, {}, None, shared) for graph in (before, after))
+        forms = old.run(), new.run()
+        return forms if old.is_certain and new.is_certain and old.taken == new.taken else None
 
     def node(self, op: str, label: Hashable, children: tuple[int, ...], shape: Shape | None, dtype: str | None) -> int:
         """The id of this expression; an empty tensor is the same whatever computes it."""
@@ -183,6 +196,20 @@ class Forms:
     def keep(self, op: Op, taken: tuple[int, ...], values: Mapping[str, Value], given: tuple[int, ...]) -> None:
         """Remembers an answer for `computed`."""
         self._computed[id(op), taken] = _Computed(op, tuple(map(values.get, op.names)), given)
+
+    def given(self, op: Op, values: Mapping[str, Value]) -> tuple[int, ...]:
+        """Leaves for what ``op`` gives."""
+        types = tuple(map(values.get, op.outputs))
+        known = self._given.get(id(op))
+        if known is None or known.values != types:
+            leaves = [
+                self.node(
+                    "leaf", ("given", id(op), name), (), value.shape if value else None, value.dtype if value else None
+                )
+                for name, value in zip(op.outputs, types)
+            ]
+            known = self._given[id(op)] = _Computed(op, types, tuple(leaves))
+        return known.given
 
     # ------------------------------------------------ layouts
 
@@ -600,6 +627,23 @@ def _number(number: Hashable, dtype: str | None) -> Hashable:
 # ---------------------------------------------------------------- Graph -> expressions
 
 
+def _shared_ops(before: Graph, after: Graph) -> frozenset[int]:
+    """Ids of the pure ops that both Graphs hold, as one object, and of such sub-ops of the others."""
+    old, new = ({id(op): op for op in graph.ops} for graph in (before, after))
+    shared = old.keys() & new.keys()
+    old_leaves, new_leaves = (
+        {id(leaf): leaf for number, op in ops.items() if number not in shared for leaf in op.leaves}
+        for ops in (old, new)
+    )
+    old.update(old_leaves)
+    shared |= old_leaves.keys() & new_leaves.keys()
+    return frozenset(
+        number
+        for number in shared
+        if not has_effect(old[number]) and effect_of(old[number]).kind is not Kind.BOOKKEEPING
+    )
+
+
 @dataclass
 class _Evaluation:
     """One walk over a Graph's ops."""
@@ -608,6 +652,9 @@ class _Evaluation:
     graph: Graph
     new_id: Mapping[str, str]
     epoch: Epoch | None
+    shared: frozenset[int] = frozenset()  # ids of ops that are not opened
+    taken: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by id of those: the expressions that they take
+    is_certain: bool = True  # each of those takes the same wherever it stands
     observed: list[Observation] = field(default_factory=list)
     made: dict[str, tuple[int, bool]] = field(
         default_factory=dict
@@ -626,6 +673,8 @@ class _Evaluation:
 
     def visit(self, pos: int, op: Op, env: dict[str, int]) -> None:
         """Gives the outputs of one op of the trace their expressions."""
+        if self.is_shared(op, env):
+            return
         taken = {name: env[name] if name in env else self.leaf(name) for name in op.inputs}
         effect = effect_of(op)
         if self.epoch is not None:
@@ -656,12 +705,28 @@ class _Evaluation:
             return source
         return self.forms.read((made, epoch) if is_computed else (epoch,), source)
 
+    def is_shared(self, op: Op, env: dict[str, int]) -> bool:
+        """True for one of `shared`, which then gives expressions of its own."""
+        number = id(op) if self.shared else 0
+        if number not in self.shared:
+            return False
+        taken = tuple([env[name] if name in env else self.leaf(name) for name in op.inputs])
+        if self.taken.setdefault(number, taken) != taken:
+            self.is_certain = False
+        env.update(zip(op.outputs, self.forms.given(op, self.graph.values)))
+        return True
+
     def recall_or(self, evaluate: Callable, pos: int, op: Op, env: dict[str, int]) -> None:
         """Puts the outputs of ``op``, which depend on its inputs alone, into ``env``; asks ``evaluate`` where they are not known."""
         if has_effect(op) or self.new_id:
             evaluate(pos, op, env)
             return
         values, taken = self.graph.values, tuple([env[name] for name in op.inputs])
+        if (
+            self.shared and op.subops
+        ):  # in terms of what its shared sub-ops give, which is true of these two Graphs alone
+            evaluate(pos, op, env)
+            return
         given = self.forms.computed(op, taken, values)
         if given is None:
             evaluate(pos, op, env)
@@ -675,6 +740,8 @@ class _Evaluation:
 
     def evaluate(self, pos: int, op: Op, env: dict[str, int]) -> None:
         """Puts the outputs of an op, or of a sub-op, into ``env``."""
+        if self.is_shared(op, env):
+            return
         for name in op.inputs:
             if name not in env:
                 env[name] = self.leaf(name)

@@ -420,7 +420,11 @@ def _changes_ops(pair: Pair) -> Iterator[Fault]:
         return
     key = _role if allow.may_rewrite_regions else _line
     old, new = (_grouped(_compared(ops, allow), key, pair.new_id) for ops in pair.changed_ops)
-    known = _grouped(_compared(enumerate(pair.before.ops), allow), key, pair.new_id) if allow.may_clone else old
+    known = old
+    if allow.may_clone:
+        given = {op.outputs for placed in new.values() for _, op in placed}  # a line tells them, a role does not
+        all_old = _compared(enumerate(pair.before.ops), allow)
+        known = _grouped((one for one in all_old if key is _role or one[1].outputs in given), key, pair.new_id)
     for name in new:
         num_more = len(new[name]) - len(old.get(name, ()))
         if num_more <= 0:
@@ -513,7 +517,14 @@ def _changes_values(pair: Pair) -> Iterator[Fault]:
     """Values that both traces know outside of regions, and arguments of effects, that are other expressions."""
     if pair.has_same_ops and pair.before.args == pair.after.args and not pair.new_id:
         return
-    before, after = (pair.forms.of(graph, new_id=pair.new_id) for graph in (pair.before, pair.after))
+    changed = None if pair.new_id else pair.forms.where_changed(pair.before, pair.after)
+    if changed is None or any(True for _ in _other_values(pair, *changed)):
+        yield from _other_values(
+            pair, *(pair.forms.of(graph, new_id=pair.new_id) for graph in (pair.before, pair.after))
+        )
+
+
+def _other_values(pair: Pair, before: GraphForm, after: GraphForm) -> Iterator[Fault]:
     for name, new in after.values.items():
         old = before.values.get(name)
         if old is not None and old != new:
