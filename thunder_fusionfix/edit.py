@@ -10,7 +10,7 @@ What the plan leaves alone is not looked into: the names of an op come from its 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from thunder_fusionfix._thunder import (
 )
 from thunder_fusionfix.cotangents import own_cotangents
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.model import CLEAR, DEL, UNPACK, Arg, Const, Graph, NewOp, Part, Plan, Ref, Repeat
+from thunder_fusionfix.model import CLEAR, DEL, UNPACK, Arg, Const, Graph, NewOp, Part, Plan, Ref, Repeat, refs
 from thunder_fusionfix.read import Reader, positioned
 
 
@@ -134,6 +134,16 @@ def _with_deletes(
     return result[::-1]
 
 
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """How a new op of one tensor was bound for torch: an equal op of a tensor with the same metadata is bound alike."""
+
+    bsym: BoundSymbol
+    source: TensorProxy  # one of its arguments, and all that it takes
+    output: TensorProxy  # what its symbol's meta made
+    num_names: int  # that the trace gave away for it
+
+
 class _Editor:
     """Makes bound symbols for one new trace."""
 
@@ -141,6 +151,7 @@ class _Editor:
         self.trace = new_trace
         self.proxies = proxies  # by name; what is made comes in
         self.counters = _counters(graph)
+        self.bound: dict[Hashable, _Bound] = {}
 
     def line(self, bsym: BoundSymbol) -> _Line:
         """``bsym`` as a line of the new trace."""
@@ -151,6 +162,11 @@ class _Editor:
 
     def outside(self, op: NewOp) -> list[BoundSymbol]:
         """``op`` bound for torch, giving the trace's own proxy where the trace has one of that name."""
+        source = self._source(op)
+        key = None if source is None else _bound_by(op, source)
+        if source is not None and key in self.bound:
+            return [self._bind_alike(self.bound[key], op, source)]
+        num_names = len(self.trace.names)
         made = self._make(op)
         claimed = self._claim(made)
         swap = {}
@@ -158,7 +174,24 @@ class _Editor:
         if last is not made.output:
             swap[variableify(last)] = made.output
             claimed = [bsym.from_bsym_swap_proxies(swap) for bsym in claimed]
+            if source is not None and len(claimed) == 1 and _is_of_one(claimed[0], source, made.output):
+                self.bound[key] = _Bound(claimed[0], source, last, len(self.trace.names) - num_names)
         return claimed
+
+    def _source(self, op: NewOp) -> TensorProxy | None:
+        """The tensor that ``op`` takes; None where it takes something else or more."""
+        names = refs(op.args)
+        source: Any = self.proxies[names[0]] if len(names) == 1 and not op.kwargs else None
+        return source if type(source) is TensorProxy and source.grad is None else None
+
+    def _bind_alike(self, bound: _Bound, op: NewOp, source: TensorProxy) -> BoundSymbol:
+        """What `outside` gives for ``op``, an equal op of whose kind it bound before; the trace gives as many names away."""
+        with tracectx(self.trace):
+            made = TensorProxy(like=bound.output)
+            for _ in range(bound.num_names - 1):
+                self.trace.make_name(prefix=made.prefix)
+        args = tuple(source if arg is bound.source else arg for arg in bound.bsym.args)
+        return bound.bsym.from_bsym(args=args, output=self._known_as(made, op.output, op.symbol))
 
     def own(self, collection: str) -> BoundSymbol:
         """The statement by which the trace takes over the cotangents in ``collection``."""
@@ -265,6 +298,19 @@ class _Editor:
         if isinstance(arg, tuple):
             return tuple(self._argument(item) for item in arg)
         return _constant(arg.text) if isinstance(arg, Const) else arg
+
+
+def _bound_by(op: NewOp, source: TensorProxy) -> Hashable:
+    """All that tells how ``op``, which takes ``source`` alone, is bound: the op, its other arguments, the tensor's metadata."""
+    given = [repr(arg) if not isinstance(arg, Ref) else "_" for arg in op.args]
+    kind = (source.distparallel_type, source.thunder_fsdp_padding_size)
+    return op.symbol, *given, tuple(source.shape), source.true_dtype, source.device, source.requires_grad, *kind
+
+
+def _is_of_one(bsym: BoundSymbol, source: TensorProxy, output: Any) -> bool:
+    """True where ``bsym`` takes ``source`` as one of its arguments, and no other proxy, and gives ``output``."""
+    is_single = sum(arg is source for arg in bsym.args) == len(bsym.flat_proxy_args) == 1 and not bsym.subsymbols
+    return is_single and type(output) is TensorProxy and bsym.output is output and output is not source
 
 
 def _constant(text: str) -> Any:

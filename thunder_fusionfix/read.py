@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
+from weakref import ReferenceType, ref
 
 from thunder_fusionfix._thunder import (
     BoundSymbol,
@@ -78,22 +79,22 @@ class Reader:
         """``strides``: as of `read`."""
         self._strides = strides or {}
         self._op_of = _Memory(self._read_op, _content)
+        self._line_of = _Memory(self._op_of)  # of a bound symbol that stands in a trace; traces share the objects
         self._named = _Memory(self._read_proxy)
         self._symbol_of = _Memory(_symbol)
         self._text_of = _Memory(prettyprint)
         self._dtype_of = _Memory(dtypes.dtype.shortname)
         self._device_of = _Memory(Device.device_str)
+        self._last: tuple[ReferenceType[TraceCtx], list[_Line]] | None = None  # the trace that was read last
 
     def read(self, trace: TraceCtx, held: Iterable[str] = ()) -> Graph:
         """The Graph of ``trace``; see the function `read`."""
         ops: list[Op] = []
         values: dict[str, Value] = {}
-        with tracectx(trace):
-            for bsym in positioned(trace):
-                op, named = self._op_of(bsym)
-                ops.append(op)
-                for one in named:
-                    values.setdefault(one.ref.name, one.value)
+        for op, named in self._lines(trace):
+            ops.append(op)
+            for one in named:
+                values.setdefault(one.ref.name, one.value)
         signature = [self._named(proxy) for proxy in _signature(trace)]
         for one in signature:
             values.setdefault(one.ref.name, one.value)
@@ -108,15 +109,21 @@ class Reader:
     def proxies(self, trace: TraceCtx) -> dict[str, Proxy]:
         """Every proxy of ``trace`` by name, those of sub-ops included; of several with one name the first."""
         found: dict[str, Proxy] = {}
-        with tracectx(trace):
-            for bsym in positioned(trace):
-                for one in self._op_of(bsym)[1]:
-                    found.setdefault(one.ref.name, one.proxy)
+        known = self._last is not None and self._last[0]() is trace
+        for _, named in self._last[1] if self._last is not None and known else self._lines(trace):
+            for one in named:
+                found.setdefault(one.ref.name, one.proxy)
         for proxy in _signature(trace):
             found.setdefault(proxy.name, proxy)
         return found
 
-    def _read_op(self, bsym: BoundSymbol) -> tuple[Op, tuple[_Named, ...]]:
+    def _lines(self, trace: TraceCtx) -> list[_Line]:
+        with tracectx(trace):
+            lines = [self._line_of(bsym) for bsym in positioned(trace)]
+        self._last = ref(trace), lines
+        return lines
+
+    def _read_op(self, bsym: BoundSymbol) -> _Line:
         """The op, and all that it and its sub-ops name."""
         names: _Names = {}
         symbol = self._symbol_of(bsym.sym)
@@ -202,6 +209,8 @@ class _Named:
 
 
 _Names = dict[str, _Named]
+_Line = tuple[Op, tuple[_Named, ...]]
+"""An op, and all that it and its sub-ops name."""
 
 
 class _Memory(Generic[Asked, Found]):
