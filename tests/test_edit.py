@@ -14,7 +14,7 @@ from thunder.core.transform_common import Transform
 from thunder.core.transforms import TraceTag
 from thunder.executors.passes import del_last_used
 
-from thunder_fusionfix.edit import apply_plan
+from thunder_fusionfix.edit import _Editor, apply_plan
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.model import CLEAR, DEL, Const, Graph, NewOp, Part, Placed, Plan, Ref, RegionEdit, Repeat
 from thunder_fusionfix.read import Reader, read
@@ -237,6 +237,34 @@ def test_placed_ops_stand_before_their_position_and_are_bound_for_torch():
         op.id for op in graph.ops[:pos] if op.id != DEL
     ] == ["torch.permute", "torch.permute"]
     assert not any("prims" in op.id for op in graph.ops)
+
+
+@pytest.mark.parametrize(
+    "symbol, args", [("transpose", ((1, 0),)), ("reshape", ((2, 6),)), ("pad", (0.0, ((0, 1, 0),) * 2))]
+)
+def test_placed_ops_of_one_kind_are_bound_as_each_would_be_alone(symbol, args, monkeypatch):
+    """Of equal ops over tensors of equal metadata one is asked for, and the trace is as if each had been."""
+
+    def placed(graph):
+        end = len(graph.ops) - 1
+        ops = [NewOp(f"prims.{symbol}", (Ref(name), *args), f"%{name}") for name in ("x", "y", "z")]
+        other = NewOp(f"prims.{symbol}", (Ref("w"), *args), "%w")
+        zero = NewOp("prims.pad", (Ref("z"), -0.0, ((0, 1, 0),) * 2), "%0")  # 0.0 and -0.0 are equal to Python
+        return Plan(placed=tuple(Placed(end, op) for op in (*ops, other, zero)))
+
+    def program(x, y, z, w):
+        return torch.exp(x) + y + z + w
+
+    inputs = [torch.randn(3, 4) for _ in range(3)] + [torch.randn(3, 4, dtype=torch.float64)]
+    asked, claim = [], _Editor._claim
+    monkeypatch.setattr(_Editor, "_claim", lambda self, bsym: asked.append(bsym) or claim(self, bsym))
+    alike = edited(program, inputs, placed).made
+    assert len(asked) == 3
+    monkeypatch.setattr(_Editor, "_source", lambda self, op: None)
+    alone = edited(program, inputs, placed).made
+    assert len(asked) == 3 + 5
+    assert [str(bsym) for bsym in alike.bound_symbols] == [str(bsym) for bsym in alone.bound_symbols]
+    assert read(alike) == read(alone)
 
 
 def test_order_moves_ops_and_places_deletes_anew():

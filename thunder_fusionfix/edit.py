@@ -190,8 +190,7 @@ class _Editor:
             made = TensorProxy(like=bound.output)
             for _ in range(bound.num_names - 1):
                 self.trace.make_name(prefix=made.prefix)
-        args = tuple(source if arg is bound.source else arg for arg in bound.bsym.args)
-        return bound.bsym.from_bsym(args=args, output=self._known_as(made, op.output, op.symbol))
+        return _over(source, bound.bsym, bound.source, self._known_as(made, op.output, op.symbol))
 
     def own(self, collection: str) -> BoundSymbol:
         """The statement by which the trace takes over the cotangents in ``collection``."""
@@ -308,9 +307,19 @@ def _bound_by(op: NewOp, source: TensorProxy) -> Hashable:
 
 
 def _is_of_one(bsym: BoundSymbol, source: TensorProxy, output: Any) -> bool:
-    """True where ``bsym`` takes ``source`` as one of its arguments, and no other proxy, and gives ``output``."""
-    is_single = sum(arg is source for arg in bsym.args) == len(bsym.flat_proxy_args) == 1 and not bsym.subsymbols
-    return is_single and type(output) is TensorProxy and bsym.output is output and output is not source
+    """True where ``bsym`` and all in it take ``source`` as one of their arguments, and no other proxy, and give ``output``."""
+    takes_one = sum(arg is source for arg in bsym.args) == len(bsym.flat_proxy_args) == 1
+    gives_one = type(output) is TensorProxy and bsym.output is output and output is not source
+    return takes_one and gives_one and all(_is_of_one(one, source, output) for one in bsym.subsymbols)
+
+
+def _over(source: TensorProxy, bsym: BoundSymbol, old_source: TensorProxy, output: Proxy) -> BoundSymbol:
+    """``bsym``, which is of one tensor, over another one."""
+    return bsym.from_bsym(
+        args=tuple(source if arg is old_source else arg for arg in bsym.args),
+        output=output,
+        subsymbols=tuple(_over(source, one, old_source, output) for one in bsym.subsymbols),
+    )
 
 
 def _constant(text: str) -> Any:
