@@ -16,7 +16,7 @@ OPTIONS = {
     "label smoothing": {"label_smoothing": 0.1},
     "class weights": {"weight": "weights"},
     "ignored label": {"ignore_index": 3},
-    "all": {"label_smoothing": 0.2, "weight": "weights", "ignore_index": 3},
+    "smoothing and weights": {"label_smoothing": 0.2, "weight": "weights"},
 }
 
 
