@@ -55,6 +55,7 @@ def test_value_of_another_type_is_refused_by_name(name):
     [
         ("fuel", (None, 0, 5), (-1, 1.5, True, "3")),
         ("entry_fuel", (None, 0, 5), (-1, 1.5, True, "3")),
+        ("own_min_bytes", (0, 1024), (None, -1, 0.5, True)),
         ("split_min_bytes", (0, 1024), (None, -1, 0.5, True)),
         ("recompute_min_bytes", (0, 1024), (None, -1, 0.5, True)),
         ("memory_budget", (None, "60GB", 1024), ("", "much", 0, -5, True, "1e9 apples")),

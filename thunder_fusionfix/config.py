@@ -25,6 +25,7 @@ class FusionFixConfig:
     cut_rows_min_bytes: int = 2**26  # smaller logits are cut as they were: launches would cost what copies do
     unfuse_layouts: bool = True  # layout ops leave fusion regions
     own_cotangents: bool = True  # a backward frees the cotangents after their last use, where nobody else has them
+    own_min_bytes: int = 2**24  # of a cotangent; for smaller ones the host's time at each step costs more than they do
     split_regions: bool = True  # fusion regions that hold memory at the peak are cut, where the pieces need less
     split_min_bytes: int = 2**20  # a cut has to lower the peak by this much for each launch that it adds
     reorder: bool = True  # ops run in the order that needs the least memory
@@ -95,7 +96,7 @@ def check_option(name: str, value: Any) -> None:
     if name in ("fuel", "entry_fuel"):
         if value is not None and not _is_count(value):
             raise UsageError(f"fusionfix option {name}={value!r}: a number of rewrites >= 0, or None for no limit")
-    elif name in ("cut_rows_min_bytes", "split_min_bytes", "recompute_min_bytes"):
+    elif name in ("own_min_bytes", "cut_rows_min_bytes", "split_min_bytes", "recompute_min_bytes"):
         if not _is_count(value):
             raise UsageError(f"fusionfix option {name}={value!r}: a number of bytes >= 0")
     elif name == "memory_budget":

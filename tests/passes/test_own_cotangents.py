@@ -14,13 +14,14 @@ from thunder.dynamo import ThunderCompiler
 from torch.utils.checkpoint import checkpoint
 
 from thunder_fusionfix import FusionFixTransform
+from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import OWN, UNPACK, Graph, Ref
 from thunder_fusionfix.parse import parse
-from thunder_fusionfix.passes.own_cotangents import LEAST_BYTES, plan_own_cotangents
+from thunder_fusionfix.passes.own_cotangents import plan_own_cotangents
 from thunder_fusionfix.simulate import hold_cotangents, simulate
 
-LARGE = (LEAST_BYTES // 4,)  # of f32
+LARGE = (FusionFixConfig().own_min_bytes // 4,)  # of f32
 
 
 def backward(shape=LARGE, returned: bool = False, held: bool = True) -> Graph:
@@ -45,7 +46,7 @@ def test_plan_takes_over_what_the_engine_holds() -> None:
     assert plan.owned == ("cotangents",)
     (decision,) = plan.decisions
     assert (decision.applied, decision.where, decision.what) == (True, "cotangents", "took over g")
-    assert decision.bytes_won == LEAST_BYTES
+    assert decision.bytes_won == FusionFixConfig().own_min_bytes
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,7 @@ def gradients(*transforms, shape=(1024, 1024), **options):
 
 def test_backward_under_thunderfx_owns_the_gradient_between_two_parts() -> None:
     """The statement stands in the trace, the estimate falls by the gradient, the numbers are plain Thunder's to the last bit."""
-    fix, seen = FusionFixTransform(strict=True), Seen()
+    fix, seen = FusionFixTransform(strict=True, own_min_bytes=2**20), Seen()
     assert_equal(gradients(fix, seen), gradients())
     texts = [str(trace) for trace in seen.traces if "own_cotangents(cotangents)" in str(trace)]
     assert len(texts) == 1
@@ -149,7 +150,7 @@ def test_backward_that_owns_takes_over_at_run_time(monkeypatch, shape) -> None:
     taken = []
     take = cotangents._take
     monkeypatch.setattr(cotangents, "_take", lambda given, at: (taken.append(given[at].nbytes), take(given, at)))
-    got = gradients(FusionFixTransform(strict=True), shape=shape)
+    got = gradients(FusionFixTransform(strict=True, own_min_bytes=2**20), shape=shape)
     assert taken == [1024 * 1024 * 4]
     assert_equal(got, gradients(shape=shape))
 
@@ -177,14 +178,14 @@ def test_compile_within_a_checkpoint_is_right(use_reentrant: bool, monkeypatch) 
 
     plain = gradients()
     monkeypatch.setattr(cotangents, "_alone", {})
-    fix = FusionFixTransform(strict=True)
+    fix = FusionFixTransform(strict=True, own_min_bytes=2**20)
     assert_equal(gradients(fix), plain)
     assert any(d.applied for report in fix.reports for d in report.decisions if d.pass_name == "own_cotangents")
 
 
 def test_option_switches_it_off() -> None:
     """No statement, no decision."""
-    fix, seen = FusionFixTransform(strict=True, own_cotangents=False), Seen()
+    fix, seen = FusionFixTransform(strict=True, own_min_bytes=2**20, own_cotangents=False), Seen()
     assert_equal(gradients(fix, seen), gradients())
     assert not any("own_cotangents" in str(trace) for trace in seen.traces)
     assert not any(d.pass_name == "own_cotangents" for report in fix.reports for d in report.decisions)
@@ -192,7 +193,7 @@ def test_option_switches_it_off() -> None:
 
 def test_split_autograd_has_nothing_to_take_over() -> None:
     """``thunder.jit`` frees cotangents itself."""
-    fix = FusionFixTransform(strict=True)
+    fix = FusionFixTransform(strict=True, own_min_bytes=2**20)
     args = [torch.randn(1024, 64, requires_grad=True), torch.randn(64, 512, requires_grad=True)]
     assert_equal(run(torch.matmul, copied(args), "dataflow", fix), run(torch.matmul, copied(args)))
     assert not any(d.pass_name == "own_cotangents" for report in fix.reports for d in report.decisions)
@@ -204,7 +205,7 @@ class CUDAGraphTransform(Transform):
 
 def test_cuda_graphs_leave_cotangents_to_the_engine() -> None:
     """A recorded backward reads its cotangents from memory of its own, so the statement must not be in it."""
-    fix, seen = FusionFixTransform(strict=True), Seen()
+    fix, seen = FusionFixTransform(strict=True, own_min_bytes=2**20), Seen()
     gradients(fix, CUDAGraphTransform(), seen)
     assert not any("own_cotangents" in str(trace) for trace in seen.traces)
     (decision,) = (d for report in fix.reports for d in report.decisions if d.pass_name == "own_cotangents")

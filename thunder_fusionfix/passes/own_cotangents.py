@@ -18,7 +18,9 @@ becomes
       ...
       del t863                            # frees 1,246 MB, before the backward of the layers
 
-What the statement does, and when it does nothing, stands in `cotangents`: somebody else who has a cotangent keeps it.
+What the statement does, and when it does nothing, stands in `cotangents`: somebody else who has a cotangent keeps it. It costs the host
+what a few launches cost, at each step: for the cotangents of a megabyte of a program in many small functions, as GPT-2 is under
+ThunderFX, that is more than they are worth. Hence the option ``own_min_bytes``.
 """
 
 from __future__ import annotations
@@ -27,7 +29,6 @@ from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import OWN, UNPACK, Decision, Plan
 
 NAME = "own_cotangents"
-LEAST_BYTES = 2**20  # of a cotangent; for less the statement is not worth its line
 
 
 def plan_own_cotangents(facts: Facts, fuel: int | None = None) -> Plan:
@@ -37,7 +38,7 @@ def plan_own_cotangents(facts: Facts, fuel: int | None = None) -> Plan:
         facts: the trace and what is known of it.
         fuel: at most this many collections; None for no limit.
     """
-    graph = facts.graph
+    graph, least = facts.graph, facts.config.own_min_bytes
     if graph.stage != "backward":
         return Plan()
     taken = {name for op in graph.ops if op.id == OWN for name in op.inputs}
@@ -48,7 +49,7 @@ def plan_own_cotangents(facts: Facts, fuel: int | None = None) -> Plan:
     for pos, op in enumerate(graph.ops):
         if op.id != UNPACK or op.inputs[0] not in graph.args[1:] or op.inputs[0] in taken:
             continue
-        held = [name for name in op.outputs if name in graph.held and (graph.values[name].nbytes or 0) >= LEAST_BYTES]
+        held = [name for name in op.outputs if name in graph.held and (graph.values[name].nbytes or 0) >= least]
         freed = [name for name in held if name not in returned]
         if not held:
             continue
