@@ -326,8 +326,7 @@ def _is_told_by_parts(op: Op, effect: Effect) -> bool:
 # ---------------------------------------------------------------- single ops
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
+class Made(NamedTuple):
     """What a layout op, or a cast, makes of its source."""
 
     source: str
@@ -422,8 +421,7 @@ def span_bytes(value: Value, strides: Strides | None) -> int | None:
 # ---------------------------------------------------------------- regions
 
 
-@dataclass(frozen=True, slots=True)
-class Seen:
+class Seen(NamedTuple):
     """A value inside a region.
 
     ``anchor`` is the region's input or output whose memory it is: itself where it is an output with memory of its own, None

@@ -38,7 +38,21 @@ from thunder_fusionfix._thunder import (
 )
 from thunder_fusionfix.cotangents import own_cotangents
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.model import CLEAR, DEL, UNPACK, Arg, Const, Graph, NewOp, Part, Plan, Ref, Repeat, refs
+from thunder_fusionfix.model import (
+    CLEAR,
+    DEL,
+    UNPACK,
+    Arg,
+    Const,
+    Graph,
+    NewOp,
+    Part,
+    Plan,
+    Ref,
+    Repeat,
+    number_of,
+    refs,
+)
 from thunder_fusionfix.read import Reader, positioned
 
 
@@ -83,8 +97,10 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str, reade
     for item in plan.placed:
         placed.setdefault(item.pos, []).append(item.op)
 
-    known = set(map(id, bsyms))
-    lines = [editor.line(bsym) for bsym in trace.bound_symbols if id(bsym) not in known]  # comments and the signature
+    known = set(map(number_of, bsyms))
+    lines = [
+        editor.line(bsym) for bsym in trace.bound_symbols if number_of(bsym) not in known
+    ]  # comments and the signature
     positions: Iterable[int] = range(len(graph.ops)) if plan.order is None else plan.order
     for pos in positions:
         for new in placed.get(pos, ()):

@@ -18,6 +18,8 @@ from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Op
 class Kind(Enum):
     """What an operation is, as far as memory and order go."""
 
+    __hash__ = object.__hash__  # Enum's own is written in Python, and kinds are looked up in sets for each op
+
     LAYOUT = "layout"  # the same elements seen through another index map: a view, or a copy where no view exists
     POINTWISE = "pointwise"  # one output element from the elements at the same index
     REDUCTION = "reduction"

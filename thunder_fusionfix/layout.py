@@ -22,7 +22,7 @@ from functools import lru_cache
 from math import prod
 
 from thunder_fusionfix.effects import is_layout, short_name
-from thunder_fusionfix.model import Arg, Op, Ref, Value
+from thunder_fusionfix.model import Arg, Op, Ref, Value, kept_with_op
 
 CACHED = 1 << 14  # layers repeat: a trace has few shapes and layouts, and asks for them thousands of times
 
@@ -305,8 +305,13 @@ def layout_of(op: Op, values: Mapping[str, Value]) -> Layout | None:
     before, after = values.get(source), values.get(op.outputs[0])
     if before is None or after is None or before.shape is None or after.shape is None:
         return None
-    layout = _as_written(op, before.shape, after.shape)
-    return layout if layout is not None and _fits(layout, before.shape, after.shape) else None
+    return _layout_between(op, before.shape, after.shape)
+
+
+@kept_with_op
+def _layout_between(op: Op, before: Shape, after: Shape) -> Layout | None:
+    layout = _as_written(op, before, after)
+    return layout if layout is not None and _fits(layout, before, after) else None
 
 
 _RESHAPES = frozenset(

@@ -52,7 +52,21 @@ from thunder_fusionfix.effects import PURE, Copies, Kind, effect_of, short_name
 from thunder_fusionfix.index_map import IndexMap, compose, index_map, made, merged, refine, regrouped, ungrouped
 from thunder_fusionfix.layout import Contiguous, Same, Shape, layout_of, row_major
 from thunder_fusionfix.losses import CrossEntropy, cross_entropy_of
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, Arg, Const, Graph, Op, Ref, Struct, Value, kept_with_op, refs
+from thunder_fusionfix.model import (
+    CLEAR,
+    DEL,
+    RETURN,
+    Arg,
+    Const,
+    Graph,
+    Op,
+    Ref,
+    Struct,
+    Value,
+    kept_with_op,
+    number_of,
+    refs,
+)
 
 PUSH_LIMIT = 500_000  # pairs (map, expression); 28 layers of Qwen2.5 need 1/20 of it
 
@@ -190,25 +204,29 @@ class Forms:
         Graphs before and after a pass share the ops that the pass left alone. They are told by identity, and count as seen only
         where every name in them means the same value.
         """
-        seen = self._computed.get((id(op), taken))
+        seen = self._computed.get((number_of(op), taken))
         return seen.given if seen is not None and seen.values == tuple(map(values.get, op.names)) else None
 
     def keep(self, op: Op, taken: tuple[int, ...], values: Mapping[str, Value], given: tuple[int, ...]) -> None:
         """Remembers an answer for `computed`."""
-        self._computed[id(op), taken] = _Computed(op, tuple(map(values.get, op.names)), given)
+        self._computed[number_of(op), taken] = _Computed(op, tuple(map(values.get, op.names)), given)
 
     def given(self, op: Op, values: Mapping[str, Value]) -> tuple[int, ...]:
         """Leaves for what ``op`` gives."""
         types = tuple(map(values.get, op.outputs))
-        known = self._given.get(id(op))
+        known = self._given.get(number_of(op))
         if known is None or known.values != types:
             leaves = [
                 self.node(
-                    "leaf", ("given", id(op), name), (), value.shape if value else None, value.dtype if value else None
+                    "leaf",
+                    ("given", number_of(op), name),
+                    (),
+                    value.shape if value else None,
+                    value.dtype if value else None,
                 )
                 for name, value in zip(op.outputs, types)
             ]
-            known = self._given[id(op)] = _Computed(op, types, tuple(leaves))
+            known = self._given[number_of(op)] = _Computed(op, types, tuple(leaves))
         return known.given
 
     # ------------------------------------------------ layouts
@@ -499,8 +517,7 @@ class Forms:
         return f"{label}({inside})"
 
 
-@dataclass(frozen=True, slots=True)
-class _Computed:
+class _Computed(NamedTuple):
     """What an op gave."""
 
     op: Op  # kept alive, so that its id stays its own
@@ -629,10 +646,10 @@ def _number(number: Hashable, dtype: str | None) -> Hashable:
 
 def _shared_ops(before: Graph, after: Graph) -> frozenset[int]:
     """Ids of the pure ops that both Graphs hold, as one object, and of such sub-ops of the others."""
-    old, new = ({id(op): op for op in graph.ops} for graph in (before, after))
+    old, new = ({number_of(op): op for op in graph.ops} for graph in (before, after))
     shared = old.keys() & new.keys()
     old_leaves, new_leaves = (
-        {id(leaf): leaf for number, op in ops.items() if number not in shared for leaf in op.leaves}
+        {number_of(leaf): leaf for number, op in ops.items() if number not in shared for leaf in op.leaves}
         for ops in (old, new)
     )
     old.update(old_leaves)
@@ -707,7 +724,7 @@ class _Evaluation:
 
     def is_shared(self, op: Op, env: dict[str, int]) -> bool:
         """True for one of `shared`, which then gives expressions of its own."""
-        number = id(op) if self.shared else 0
+        number = number_of(op) if self.shared else 0
         if number not in self.shared:
             return False
         taken = tuple([env[name] if name in env else self.leaf(name) for name in op.inputs])

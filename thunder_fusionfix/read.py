@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 from weakref import ReferenceType, ref
 
 from thunder_fusionfix._thunder import (
@@ -38,7 +38,21 @@ from thunder_fusionfix._thunder import (
     tree_iter,
 )
 from thunder_fusionfix.errors import UnsupportedTraceError
-from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Arg, Const, Graph, Op, Ref, Struct, Value
+from thunder_fusionfix.model import (
+    CLEAR,
+    DEL,
+    OWN,
+    RETURN,
+    UNPACK,
+    Arg,
+    Const,
+    Graph,
+    Op,
+    Ref,
+    Struct,
+    Value,
+    number_of,
+)
 from thunder_fusionfix.simulate import hold_cotangents
 
 _STATEMENTS = {
@@ -199,8 +213,7 @@ class Reader:
         return Value(proxy.name, kind="other")
 
 
-@dataclass(frozen=True, slots=True)
-class _Named:
+class _Named(NamedTuple):
     """What stands for a proxy in a Graph."""
 
     proxy: Proxy
@@ -216,7 +229,7 @@ _Line = tuple[Op, tuple[_Named, ...]]
 class _Memory(Generic[Asked, Found]):
     """A function that is asked once for each object; objects are told by identity and kept, so that no id is given again."""
 
-    def __init__(self, find: Callable[[Asked], Found], key: Callable[[Asked], Hashable] = id) -> None:
+    def __init__(self, find: Callable[[Asked], Found], key: Callable[[Asked], Hashable] = number_of) -> None:
         self._find, self._key = find, key
         self._found: dict[Hashable, tuple[Asked, Found]] = {}
 
@@ -231,10 +244,10 @@ class _Memory(Generic[Asked, Found]):
 def _content(bsym: BoundSymbol) -> Hashable:
     """The same for a bound symbol and its copies: Thunder copies what stands in a region each time that it fuses one."""
     if bsym.subsymbols:
-        return id(bsym)
+        return number_of(bsym)
     output = bsym.output
-    given = tuple(map(id, output)) if type(output) is tuple or type(output) is list else id(output)
-    return id(bsym.sym), id(bsym.args), id(bsym.kwargs), given, frozenset(bsym.tags)
+    given = tuple(map(number_of, output)) if type(output) is tuple or type(output) is list else number_of(output)
+    return number_of(bsym.sym), number_of(bsym.args), number_of(bsym.kwargs), given, frozenset(bsym.tags)
 
 
 def positioned(trace: TraceCtx) -> list[BoundSymbol]:

@@ -40,7 +40,21 @@ from typing import Any
 from thunder_fusionfix.alias import Aliases, aliases
 from thunder_fusionfix.effects import ATTENTION, FLASH_BACKWARD, effect_of, is_layout, short_name
 from thunder_fusionfix.errors import VerifyError
-from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Arg, Graph, Op, Ref, Struct, Value, kept_with_op
+from thunder_fusionfix.model import (
+    CLEAR,
+    DEL,
+    OWN,
+    RETURN,
+    UNPACK,
+    Arg,
+    Graph,
+    Op,
+    Ref,
+    Struct,
+    Value,
+    kept_with_op,
+    number_of,
+)
 from thunder_fusionfix.normal_form import Epoch, Forms, GraphForm, Observation, has_effect
 from thunder_fusionfix.unparse import arg_text, op_lines, type_text
 
@@ -105,10 +119,11 @@ class Pair:
     @cached_property
     def changed_ops(self) -> tuple[list[Placed], list[Placed]]:
         """The ops before and after; without those that both traces hold once, as one object, which are what they were."""
-        before, after = (Counter(map(id, graph.ops)) for graph in (self.before, self.after))
+        before, after = (Counter(map(number_of, graph.ops)) for graph in (self.before, self.after))
         same = {number for number, times in before.items() if times == after[number] == 1}
         old, new = (
-            [(pos, op) for pos, op in enumerate(graph.ops) if id(op) not in same] for graph in (self.before, self.after)
+            [(pos, op) for pos, op in enumerate(graph.ops) if number_of(op) not in same]
+            for graph in (self.before, self.after)
         )
         return old, new
 
