@@ -6,8 +6,8 @@ Each model is captured with the transform and the entry, once without a budget a
 ``fusionfix_memory_budget``. A budget bounds one compiled function, so of each model the function with the highest peak is told; what
 others and the optimizer need is not in it. (ThunderFX cuts GPT-2 at every addmm: its functions are parts of a layer.) "peak" is the
 larger of the estimated peaks of its final forward and backward traces. "entry" is what the entry reckons with: the same before
-`reorder` and `split_regions` have made it less, and with the function's results, which the caller may hold, counted all along. "level" and "rebuilds" say
-how far it went. Where a budget is not met, what holds the peak is listed: no rebuild frees arguments, results that the caller gets,
+`reorder` and `split_regions` have made it less, and with the function's results, which the caller may hold, counted all along. "rebuilds" and "matmuls", those
+that are repeated, say how far it went. Where a budget is not met, what holds the peak is listed: no rebuild frees arguments, results that the caller gets,
 or what one op takes and gives.
 """
 
@@ -46,8 +46,8 @@ class Row:
     budget: int | None
     peak: int
     entry_peak: int | None
-    level: str
     rebuilds: int
+    matmuls: int  # that are repeated
     trials: int  # plans that were judged by a dry run
     seconds: float  # of the entry
     held: str  # what the peak holds, largest first
@@ -102,8 +102,8 @@ def measured(text: str, share: float | None, first: Row | None) -> Row:
         f"{one.name} {megabytes(one.nbytes)} MB ({one.producer})" for one in timeline.holders[:NUM_HOLDERS]
     )
     told = report.budget
-    level, trials, entry = ("", 0, None) if told is None else (told.level, told.num_trials, told.peak_bytes)
-    return Row(text, index, share, budget, timeline.peak_bytes, entry, level, applied, trials, report.seconds, held)
+    matmuls, trials, entry = (0, 0, None) if told is None else (told.num_matmuls, told.num_trials, told.peak_bytes)
+    return Row(text, index, share, budget, timeline.peak_bytes, entry, applied, matmuls, trials, report.seconds, held)
 
 
 def rows_of(text: str, shares: list[float]) -> list[Row]:
@@ -113,13 +113,13 @@ def rows_of(text: str, shares: list[float]) -> list[Row]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows for people."""
-    heads = ("budget MB", "peak MB", "entry MB", "rebuilds", "trials", "s")
+    heads = ("budget MB", "peak MB", "entry MB", "rebuilds", "matmuls", "trials", "s")
     lines = [f"{'model':36} {' '.join(f'{head:>10}' for head in heads)}"]
     for row in map(_row_of, rows):
         budget, entry = ("" if size is None else megabytes(size) for size in (row.budget, row.entry_peak))
         verdict = "" if row.budget is None else "met" if row.peak <= row.budget else "missed"
-        cells = (budget, megabytes(row.peak), entry, row.rebuilds, row.trials, f"{row.seconds:.1f}")
-        lines.append(f"{row.model:36} {' '.join(f'{cell:>10}' for cell in cells)}  {verdict:6}  {row.level}".rstrip())
+        cells = (budget, megabytes(row.peak), entry, row.rebuilds, row.matmuls, row.trials, f"{row.seconds:.1f}")
+        lines.append(f"{row.model:36} {' '.join(f'{cell:>10}' for cell in cells)}  {verdict}".rstrip())
         lines += [f"    held by {row.held}"] if verdict == "missed" else []
     return "\n".join(lines)
 

@@ -279,8 +279,8 @@ class Budget:
     limit_bytes: int
     before_bytes: int  # with nothing rebuilt
     peak_bytes: int
-    level: str  # how far `recompute_cheap` went
     num_rebuilds: int
+    num_matmuls: int  # that are repeated
     num_trials: int  # plans that were judged by a dry run
 
     @property

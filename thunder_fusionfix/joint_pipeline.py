@@ -9,11 +9,11 @@ they make of the new trace is compared with what they make of the old one. A fai
 optimisation, never a step.
 
 Under a memory budget plans are judged by the estimated peak of what a dry run, and then our transform where it is in use, make of
-them. `recompute_cheap.LEVELS` are gone through in quarters of the bytes that each frees, until one fits; then two steps of bisection
-look for less than that quarter. These are 11 dry runs at most, each about 0.3 s for a layer of a transformer, and no two for the same plan. A lower budget never gives a
-higher estimated peak: it goes through the same quarters, of which only those count that are lower than all before; and less than a
-quarter is taken only where its peak is no lower than the quarter's. So where two budgets part ways, the higher one ends at that
-plan's peak or above, and the lower one below.
+them. The default comes first. If it does not fit, `recompute_cheap.Further` is taken in parts: an eighth, half, all of the bytes that
+it frees, until one fits; then `BISECTIONS` steps look for less. These are 8 dry runs at most, each about 0.3 s for a layer of a
+transformer, and no two for the same plan. A lower budget never gives a higher estimated peak: it goes through the same parts, of
+which only those count that are lower than all before; and less is taken only where its peak is no lower than that of the more. So
+where two budgets part ways, the higher one ends at that plan's peak or above, and the lower one below.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from thunder_fusionfix._thunder import FusionExecutor, TraceCtx, untested_versions, warn_untested_versions
@@ -40,7 +41,7 @@ from thunder_fusionfix.passes.claim_layouts import plan_claim_layouts
 from thunder_fusionfix.passes.cudnn_attention import plan_cudnn_attention
 from thunder_fusionfix.passes.fold_matmuls import plan_fold_matmuls
 from thunder_fusionfix.passes.pad_matmuls import plan_pad_matmuls
-from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, Level, plan_recompute_cheap
+from thunder_fusionfix.passes.recompute_cheap import Further, num_matmuls, plan_recompute_cheap
 from thunder_fusionfix.read import Reader
 from thunder_fusionfix.verify import PAIR_RULES, Allow, verify
 
@@ -95,7 +96,7 @@ def _fix(trace: TraceCtx, entry: Entry, started: float) -> tuple[TraceCtx, Joint
     notes: tuple[Decision, ...] = ()
     budget = None
     if limit is None:
-        done = _attempt(trace, facts, entry, _plan(facts, entry, DEFAULT))
+        done = _attempt(trace, facts, entry, _plan(facts, entry))
         if entry.config.memory_budget is not None:
             notes = (
                 Decision(BUDGET, 0, graph.name, "memory budget", "no gradient is asked for: nothing is saved", False),
@@ -144,18 +145,21 @@ def _attempt(trace: TraceCtx, facts: JointFacts, entry: Entry, plan: JointPlan) 
 # ---------------------------------------------------------------- a memory budget
 
 
-QUARTER = 4
-STEPS = 4 * QUARTER
-"""Parts of a level's freed bytes that a budget may ask for."""
+STEPS = 64
+"""Parts of what could be freed beside the default that a budget may ask for."""
+
+RUNGS = (STEPS // 8, STEPS // 2, STEPS)
+BISECTIONS = 4
+NOTHING = -1  # instead of parts: not even the default's rebuilds
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """One level or a part of it, and what it comes to."""
+    """One part of what could be freed, and what it comes to."""
 
-    level: Level
     done: _Attempt
     timeline: Timeline
+    num_matmuls: int = 0  # repeated
 
     @property
     def peak_bytes(self) -> int:
@@ -167,17 +171,32 @@ class _Trials:
 
     def __init__(self, trace: TraceCtx, facts: JointFacts, entry: Entry) -> None:
         self.trace, self.facts, self.entry = trace, facts, entry
-        self.known: dict[JointPlan, tuple[_Attempt, Timeline]] = {}
+        self.known: dict[JointPlan, _Tried] = {}
 
-    def run(self, level: Level, parts: int = STEPS) -> _Tried:
-        """``parts`` of `STEPS` of what ``level`` can free."""
-        plan = _plan(self.facts, self.entry, level, parts / STEPS)
+    @cached_property
+    def further(self) -> Further:
+        with _blaming(recompute_cheap.NAME):
+            return Further(self.facts, self.entry.config)
+
+    @cached_property
+    def before_bytes(self) -> int:
+        """The estimated peak with nothing rebuilt."""
+        return _timeline(self.facts.fused, self.entry).peak_bytes
+
+    def run(self, parts: int = 0) -> _Tried:
+        """The default and ``parts`` of `STEPS` of what could be freed beside it; `NOTHING` at all."""
+        entry = self.entry
+        if parts == NOTHING:
+            entry = replace(entry, config=replace(entry.config, recompute_cheap=False))
+        further = self.further if parts > 0 and entry.config.recompute_cheap else None
+        plan = _plan(self.facts, entry, further, parts / STEPS)
         edits = replace(plan, decisions=())
         if edits not in self.known:
-            done = _attempt(self.trace, self.facts, self.entry, plan)
-            fused = done.fused or _dry_run(done.trace, self.entry.reader.read(done.trace), self.entry)[0]
-            self.known[edits] = replace(done, fused=fused), _timeline(fused, self.entry)
-        return _Tried(level, *self.known[edits])
+            done = _attempt(self.trace, self.facts, entry, plan)
+            fused = done.fused or _dry_run(done.trace, entry.reader.read(done.trace), entry)[0]
+            matmuls = 0 if done.kept_input else num_matmuls(self.facts, plan)
+            self.known[edits] = _Tried(replace(done, fused=fused), _timeline(fused, entry), matmuls)
+        return self.known[edits]
 
 
 def _within(
@@ -186,8 +205,8 @@ def _within(
     """The least that fits ``limit`` bytes, else the least with the lowest peak that there is; and what to tell of it."""
     trials = _Trials(trace, facts, entry)
     best = searched(limit, trials)
-    before = _timeline(facts.fused, entry).peak_bytes
-    budget = Budget(limit, before, best.peak_bytes, best.level.name, best.done.num_rebuilds, len(trials.known))
+    rebuilds, tried = best.done.num_rebuilds, len(trials.known)
+    budget = Budget(limit, trials.before_bytes, best.peak_bytes, rebuilds, best.num_matmuls, tried)
     return best.done, (_told(budget, best.timeline, facts),), budget
 
 
@@ -210,24 +229,30 @@ def _timeline(fused: Graph, entry: Entry) -> Timeline:
 
 def searched(limit: int, trials: _Trials) -> _Tried:
     """The least that fits ``limit`` bytes; what has the lowest peak where nothing does."""
-    best = trials.run(DEFAULT)
+    best, low = trials.run(), 0
     if best.peak_bytes <= limit:
         return best
-    for level in LEVELS[1:]:
-        for parts in range(QUARTER, STEPS + 1, QUARTER):
-            tried = trials.run(level, parts)
-            best = tried if tried.peak_bytes < best.peak_bytes else best
-            if best.peak_bytes <= limit:
-                return _least(limit, best, parts, trials)
+    for high in RUNGS:
+        tried = trials.run(high)
+        best = tried if tried.peak_bytes < best.peak_bytes else best
+        if best.peak_bytes <= limit:
+            return _least(limit, best, low, high, trials)
+        low = high
+    if (
+        trials.before_bytes < best.peak_bytes
+    ):  # what is made again may need more than what is saved, as in one layer alone
+        tried = trials.run(NOTHING)
+        best = tried if tried.peak_bytes < best.peak_bytes else best
     return best
 
 
-def _least(limit: int, best: _Tried, parts: int, trials: _Trials) -> _Tried:
-    """The least above the quarter before ``parts``, which fit, that fits too and is no lower."""
-    low, high = parts - QUARTER, parts
-    while high - low > 1:
+def _least(limit: int, best: _Tried, low: int, high: int, trials: _Trials) -> _Tried:
+    """The least between ``low`` parts, which did not fit, and ``high``, which came to ``best``, that fits too and is no lower."""
+    for _ in range(BISECTIONS):
+        if high - low <= 1:
+            break
         middle = (low + high) // 2
-        tried = trials.run(best.level, middle)
+        tried = trials.run(middle)
         if best.peak_bytes <= tried.peak_bytes <= limit:
             best, high = tried, middle
         else:
@@ -239,7 +264,8 @@ def _told(budget: Budget, timeline: Timeline, facts: JointFacts) -> Decision:
     """The decision about the budget: whether it is met, how, and if not, what holds the memory."""
     what = (
         f"memory budget of {megabytes(budget.limit_bytes)} MB: estimated peak of this trace "
-        f"{megabytes(budget.before_bytes)} -> {megabytes(budget.peak_bytes)} MB by {budget.level}, {budget.num_rebuilds} rebuild(s)"
+        f"{megabytes(budget.before_bytes)} -> {megabytes(budget.peak_bytes)} MB by {budget.num_rebuilds} rebuild(s) "
+        f"that repeat {budget.num_matmuls} matmul(s)"
     )
     holders = ", ".join(f"{one.name} ({megabytes(one.nbytes)} MB, {one.producer})" for one in timeline.holders[:6])
     why = "fits" if budget.is_met else f"does not fit; the peak holds {holders}"
@@ -263,13 +289,13 @@ def _dry_run(trace: TraceCtx, graph: Graph, entry: Entry) -> tuple[Graph, frozen
     return entry.reader.read(fused), fusible
 
 
-def _plan(facts: JointFacts, entry: Entry, level: Level, share: float = 1.0) -> JointPlan:
-    """What the joint passes want; the layouts that one rebuilds are not the other's to claim."""
+def _plan(facts: JointFacts, entry: Entry, further: Further | None = None, share: float = 0.0) -> JointPlan:
+    """What the joint passes want, and ``share`` of what is there ``further``; what one rebuilds is not the other's to claim."""
     config, fuel = entry.config, entry.fuel
     plan = JointPlan()
     if config.recompute_cheap and facts.joint.stage == "joint":
         with _blaming(recompute_cheap.NAME):
-            plan = plan_recompute_cheap(facts, config, fuel, level, share)
+            plan = further.plan(share, fuel) if further else plan_recompute_cheap(facts, config, fuel)
     if config.claim_layouts:
         left = fuel_left(fuel, plan.decisions)
         with _blaming(claim_layouts.NAME):

@@ -22,8 +22,8 @@ from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.effects import short_name
 from thunder_fusionfix.executor import fusionfix_ex
 from thunder_fusionfix.joint import opened
-from thunder_fusionfix.joint_pipeline import QUARTER, STEPS
-from thunder_fusionfix.passes.recompute_cheap import DEFAULT, LEVELS, NAME, _Search
+from thunder_fusionfix.joint_pipeline import BISECTIONS, NOTHING, RUNGS, STEPS
+from thunder_fusionfix.passes.recompute_cheap import NAME, _Search
 from thunder_fusionfix.read import read
 
 pytestmark = pytest.mark.skipif(nvfuser_version() is None, reason="nvFuser is not installed")
@@ -337,6 +337,7 @@ def times_further(ours, plain, want):
 # ---------------------------------------------------------------- a budget
 
 TOWER = [(64, 32), *[(96, 32), (96, 32), (32, 96)] * 4]
+LAYERS = [(64, 32), *[(96, 32), (96, 32), (32, 96)] * 12]
 
 
 def budgets_tried(fn, args, limits, monkeypatch, fusion_type="dataflow"):
@@ -348,7 +349,7 @@ def budgets_tried(fn, args, limits, monkeypatch, fusion_type="dataflow"):
     search = joint_pipeline.searched
 
     def watched(limit, trials):
-        most, least = trials.run(DEFAULT).peak_bytes, search(0, trials).peak_bytes
+        most, least = trials.run().peak_bytes, search(0, trials).peak_bytes
         for share in limits:
             bytes_limit = least + int(share * (most - least))
             found.append((bytes_limit, search(bytes_limit, trials)))
@@ -364,17 +365,75 @@ def budgets_tried(fn, args, limits, monkeypatch, fusion_type="dataflow"):
 def test_lower_budget_never_gives_a_higher_estimated_peak(fusion_type, monkeypatch):
     """From what is needed without a budget down to the least: each is met, with no more made again than before and no less freed."""
     limits = [part / 8 for part in range(9)]
-    found = budgets_tried(tower, arguments(TOWER), limits, monkeypatch, fusion_type)
+    found = budgets_tried(tower, arguments(LAYERS), limits, monkeypatch, fusion_type)
     peaks = [tried.peak_bytes for _, tried in found]
     assert all(peak <= limit for peak, (limit, _) in zip(peaks, found))
     assert peaks == sorted(peaks) and len(set(peaks)) > 3
-    assert found[-1][1].level is DEFAULT
+    assert found[-1][1].num_matmuls == 0
 
 
 def test_budget_takes_no_more_rebuilds_than_it_needs(monkeypatch):
     """Half of what can be won takes fewer rebuilds than all of it, though more than are made without a budget."""
     (_, least), (_, some), (_, enough) = budgets_tried(tower, arguments(TOWER), [0, 0.5, 1], monkeypatch)
     assert enough.done.num_rebuilds < some.done.num_rebuilds < least.done.num_rebuilds
+
+
+def test_budget_below_the_default_is_met_without_going_far_below(monkeypatch):
+    """Of equal layers only as many are computed again as a budget needs, and more of their matmuls the lower it is."""
+    found = []
+    search = joint_pipeline.searched
+
+    def watched(limit, trials):
+        default = trials.run()
+        found.append((default.peak_bytes, default))
+        for share in (0.97, 0.95, 0.92, 0.89, 0.86, 0.83):
+            bytes_limit = int(share * default.peak_bytes)
+            found.append((bytes_limit, search(bytes_limit, trials)))
+        return search(limit, trials)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(joint_pipeline, "searched", watched)
+        traces(tower, arguments(LAYERS), ENTRY, fusionfix_memory_budget=1)
+    assert all(0.95 * limit <= tried.peak_bytes <= limit for limit, tried in found)
+    matmuls = [tried.num_matmuls for _, tried in found]
+    assert matmuls == sorted(matmuls) and matmuls[0] == 0 < matmuls[1] and len(set(matmuls)) > 4
+    default, *further = (rebuilt(tried.done.decisions) for _, tried in found)
+    assert default and all(default <= names for names in further)
+
+
+def rebuilt(decisions):
+    """Names of what is made again."""
+    return {one.what.split()[0] for one in decisions if one.applied and one.pass_name == NAME}
+
+
+def narrow_and_wide(x, *weights):
+    """Layers of a narrow and a wide part: what the wide one takes could be made again by the matmul of the narrow one."""
+    for inner, outer, up, down in zip(weights[::4], weights[1::4], weights[2::4], weights[3::4]):
+        x = x + F.linear(torch.tanh(F.linear(x, inner)), outer)
+        x = x + F.linear(F.silu(F.linear(torch.sin(x), up)), down)
+    return x
+
+
+@pytest.mark.parametrize("num_layers", [2, 4])
+def test_repeated_matmuls_start_from_what_is_saved(num_layers, monkeypatch):
+    """However many layers there are and whatever is dropped, no chain goes through the matmul of another layer or part."""
+    monkeypatch.setattr(joint_pipeline, "searched", lambda limit, trials: trials.run(STEPS))
+    shapes = [(64, 8), *[(8, 8), (8, 8), (96, 8), (8, 96)] * num_layers]
+    args = [(arg.detach() / 4).requires_grad_() for arg in arguments(shapes)]
+    _, backward = traces(narrow_and_wide, args, ENTRY, fusionfix_memory_budget=1)
+    plain = counts(traces(narrow_and_wide, args, PLAIN)[1], "linear", "matmul")
+    told = fusionfix_ex.reports[0].budget
+    assert told.num_matmuls == counts(backward, "linear", "matmul") - plain
+    assert num_layers <= told.num_matmuls <= 2 * num_layers
+    assert_gradients_equal_float64(narrow_and_wide, args, fusionfix_memory_budget=1)
+
+
+def test_what_is_dropped_is_said_once():
+    """What the decisions win together is what the later executors save less, within what is too small to look at."""
+    traces(tower, arguments(TOWER), ENTRY, fusionfix_memory_budget=1)
+    (report,) = fusionfix_ex.reports
+    won = sum(decision.bytes_won for decision in applied())
+    assert won == pytest.approx(report.saved_before_bytes - report.saved_after_bytes, rel=0.1)
 
 
 def test_budget_that_is_not_met_names_what_holds_the_peak():
@@ -384,27 +443,28 @@ def test_budget_that_is_not_met_names_what_holds_the_peak():
     (decision,) = (one for one in report.decisions if one.pass_name == "memory_budget")
     told = report.budget
     assert not told.is_met and not decision.applied and told.peak_bytes <= told.before_bytes
-    assert told.num_trials <= 1 + 4 * (len(LEVELS) - 1) + 2
+    assert told.num_trials <= 1 + len(RUNGS) + BISECTIONS == 8
     assert re.search(r"does not fit; the peak holds \w+ \([\d.]+ MB, ", decision.reason)
-    assert f"by {told.level}, {told.num_rebuilds} rebuild(s)" in decision.what
+    assert f"by {told.num_rebuilds} rebuild(s) that repeat {told.num_matmuls} matmul(s)" in decision.what
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    st.lists(st.integers(1, 8), min_size=len(LEVELS) * STEPS, max_size=len(LEVELS) * STEPS),
+    st.lists(st.integers(1, 8), min_size=STEPS + 2, max_size=STEPS + 2),
     st.tuples(st.integers(0, 9), st.integers(0, 9)),
 )
 def test_search_keeps_the_law_for_any_peaks(peaks, limits):
-    """Whatever the parts of the levels come to, a lower limit ends at no higher peak, and one that a quarter fits is met."""
+    """Whatever the parts come to, a lower limit ends at no higher peak, and one that the default or a rung fits is met."""
 
     class Trials:
-        def run(self, level, parts=STEPS):
-            return SimpleNamespace(level=level, peak_bytes=peaks[LEVELS.index(level) * STEPS + parts - 1])
+        before_bytes = peaks[NOTHING]
+
+        def run(self, parts=0):
+            return SimpleNamespace(peak_bytes=peaks[parts])
 
     low, high = (joint_pipeline.searched(limit, Trials()).peak_bytes for limit in sorted(limits))
     assert low <= high
-    quarters = peaks[STEPS - 1 : STEPS] + peaks[STEPS + QUARTER - 1 :: QUARTER]
-    assert high <= max(limits) or high == min(quarters)
+    assert high <= max(limits) or high == min(peaks[parts] for parts in (NOTHING, 0, *RUNGS))
 
 
 def test_budget_repeats_matmuls_of_one_layer_and_gradients_stay():

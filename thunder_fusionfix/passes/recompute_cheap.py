@@ -24,10 +24,11 @@ Never from storage that the trace writes anywhere, never past Thunder's checkpoi
 `effects`. Never from a rounded value where the forward computed with what was not rounded: of a cast to bf16 and back nvFuser's
 pass leaves nothing, so what the forward made of `x.bfloat16().float()` it made of `x`, and a rebuild starts at `x` or before. A dropped tensor must free more than making it again costs: `Level.max_traffic`.
 
-Under ``memory_budget`` the entry goes through `LEVELS`: cheap ops, copies and reductions at any cost, then one matmul on the way
-from what is saved to a rebuilt tensor (attention scores, the projections of an MLP), which is one layer's and no more. Rebuilds
-that win only together, because they share memory or a newly saved source, are a group; groups are ordered by what a byte freed
-costs, in bytes moved and before that in operations of repeated matmuls, so that the first of them are the ones to take.
+Under ``memory_budget`` the default's rebuilds stay, and the entry adds as many of `Further` as are needed: by cheap ops, copies and
+reductions at any cost, and with one matmul on the way from what is saved to a rebuilt tensor (attention scores, the projections of
+an MLP), which is one layer's and no more. One minimum cut says what could be dropped at most. Any part of that is a plan, because a
+chain starts at whatever is still saved; they are taken in order of the time that a byte freed costs, and of two that cost the same
+first the one that the backward needs last, so that what stays to be freed early is freed early.
 """
 
 from __future__ import annotations
@@ -71,7 +72,6 @@ NEW_SAVE = 1.25
 class Level:
     """How far to go for memory."""
 
-    name: str
     kinds: frozenset[Kind] = frozenset()  # of ops that may run again beside those that the table calls cheap
     max_traffic: float = float("inf")  # bytes that a rebuild may move for each byte that it frees
     max_chain: int = 256  # ops that one rebuild may take
@@ -80,15 +80,16 @@ class Level:
 
 
 # A product of two saved tensors moves 3 bytes for each that it frees, an expanded key 1.3.
-DEFAULT = Level("cheap ops that pay", max_traffic=4.0, max_chain=64, takes_over=False)
+DEFAULT = Level(max_traffic=4.0, max_chain=64, takes_over=False)
 
-_WORK = frozenset({Kind.MOVE, Kind.REDUCTION})
-LEVELS = (
-    DEFAULT,
-    Level("cheap ops, copies and reductions at any cost", _WORK),
-    Level("matmuls as well", _WORK, repeats_matmuls=True),
-)
-"""What a budget may ask for, in order."""
+FURTHER = Level(frozenset({Kind.MOVE, Kind.REDUCTION}), repeats_matmuls=True)
+"""All that a budget may ask for."""
+
+FLOPS_PER_BYTE = 200
+"""Operations of a matmul that take as long as moving one byte: about what the data sheets of A100, H100 and H200 give for bf16."""
+
+KERNEL_BYTES = 2**24
+"""Bytes that such a GPU moves in the time that one more kernel takes to start."""
 
 MATMUL_MUST_FREE = 2.0
 """Bytes that a repeated matmul must free for each byte that is saved in its place."""
@@ -115,43 +116,35 @@ class Rebuild:
     uses: tuple[Uses, ...]
     freed_bytes: int  # less what is saved for it
     traffic_bytes: int  # what all its rebuilds read and write
-    matmul_flops: int = 0  # floating-point operations of the matmuls that it repeats
 
 
-def plan_recompute_cheap(
-    facts: JointFacts,
-    config: FusionFixConfig,
-    fuel: int | None = None,
-    level: Level = DEFAULT,
-    share: float = 1.0,
-) -> JointPlan:
-    """Which saved tensors to drop and where to make them again.
+def plan_recompute_cheap(facts: JointFacts, config: FusionFixConfig, fuel: int | None = None) -> JointPlan:
+    """Which saved tensors to drop and where to make them again, where that costs little.
 
     Args:
         facts: a joint trace.
         config: options; ``recompute_min_bytes`` bounds what is looked at.
         fuel: at most so many tensors.
-        level: how far to go.
-        share: of the bytes that could be freed; no more rebuilds are taken than free that much, the cheapest first.
     """
-    least = config.recompute_min_bytes
-    search = _Search(facts, min(least, 2**16) if level.takes_over else least, level)
-    rebuilds = _first(search.run(), share)[:fuel]
-    plan = _Writer(facts, search).write(rebuilds) if rebuilds else JointPlan()
-    decisions = [_applied(facts, rebuild) for rebuild in rebuilds]
-    decisions += [_refused(facts, name, why) for name, why in search.kept.items()]
+    search = _Search(facts, config.recompute_min_bytes)
+    return _planned(search, search.run()[:fuel])
+
+
+def _planned(search: _Search, rebuilds: Sequence[Rebuild]) -> JointPlan:
+    plan = _Writer(search.facts, search).write(rebuilds) if rebuilds else JointPlan()
+    decisions = [_applied(search.facts, rebuild) for rebuild in rebuilds]
+    decisions += [_refused(search.facts, name, why) for name, why in search.kept.items()]
     return JointPlan(plan.inserts, plan.renamed, plan.exports, decisions=tuple(decisions))
 
 
-def _first(groups: Sequence[tuple[Rebuild, ...]], share: float) -> list[Rebuild]:
-    """The rebuilds of the first ``groups`` that free ``share`` of all that they could free."""
-    wanted = share * sum(rebuild.freed_bytes for group in groups for rebuild in group)
-    taken: list[Rebuild] = []
-    for group in groups:
-        if sum(rebuild.freed_bytes for rebuild in taken) >= wanted:
-            break
-        taken += group
-    return taken
+def num_matmuls(facts: JointFacts, plan: JointPlan) -> int:
+    """Matmuls that ``plan`` repeats."""
+    clones = (insert.what for insert in plan.inserts if isinstance(insert.what, Clone))
+    return sum(_is_matmul(op_at(facts.joint, clone.site)) for clone in clones)
+
+
+def _is_matmul(op: Op) -> bool:
+    return any(effect.kind is Kind.MATMUL for effect in effects_of(op))
 
 
 # ---------------------------------------------------------------- what may be done
@@ -171,11 +164,12 @@ class _Search:
     kept: dict[str, str] = field(default_factory=dict)  # tensors that stay saved although ops could make them, and why
     left: set[str] = field(default_factory=set)  # what is saved at the end
     opened: set[str] = field(default_factory=set)  # outputs of matmuls that are repeated
+    pinned: set[str] = field(default_factory=set)  # what those start from: it is not made by another repeated matmul
 
-    def run(self) -> list[tuple[Rebuild, ...]]:
-        """Groups of rebuilds that win together, the cheapest for what it frees first."""
+    def run(self) -> list[Rebuild]:
+        """The rebuilds that win, the cheapest for what it frees first, those that win only together side by side."""
         while True:
-            self.opened = set()
+            self.opened, self.pinned = set(), set()
             rebuilds = self.propose()
             by_memory: dict[str, list[Rebuild]] = {}
             for rebuild in rebuilds:
@@ -183,7 +177,7 @@ class _Search:
             if all([self.pays(mates) for mates in by_memory.values()]):  # noqa: C419 -- each notes why not
                 groups = [self.priced_once(group) for group in self.grouped(rebuilds)]
                 if all([self.frees(group) for group in groups]):  # noqa: C419 -- each notes why not
-                    return sorted(groups, key=self.rank)
+                    return [rebuild for group in sorted(groups, key=self.rank) for rebuild in group]
 
     def grouped(self, rebuilds: Iterable[Rebuild]) -> list[list[Rebuild]]:
         """``rebuilds`` that share memory, or a source that is saved for them."""
@@ -220,12 +214,11 @@ class _Search:
             self.kept.update((rebuild.name, why_not) for rebuild in group)
         return freed > 0
 
-    def rank(self, group: Sequence[Rebuild]) -> tuple[float, float, str]:
-        """Sorts groups: repeated matmuls last, then by what a byte freed costs."""
+    def rank(self, group: Sequence[Rebuild]) -> tuple[float, str]:
+        """Sorts groups by what a byte freed costs."""
         freed = sum(rebuild.freed_bytes for rebuild in group)
-        flops = sum(rebuild.matmul_flops for rebuild in group)
         moved = sum(max(rebuild.traffic_bytes, 0) for rebuild in group)
-        return flops / freed, moved / freed, group[0].name
+        return moved / freed, group[0].name
 
     def pays(self, mates: Sequence[Rebuild]) -> bool:
         """Whether the rebuilds of one piece of memory free enough for what they cost; notes why not."""
@@ -275,28 +268,37 @@ class _Search:
         """Saved tensors to drop that take one matmul to make again, largest first; `left` is what stays saved."""
         found = []
         for name in sorted(self.left, key=lambda name: (-self.bytes_of(name), name)):
-            if name in self.kept or self.is_outside(name) or self.bytes_of(name) < self.min_bytes:
+            if name in self.kept or name in self.pinned or self.is_outside(name):
                 continue
-            if not self.returned.isdisjoint(self.members(name)):
+            if self.bytes_of(name) < self.min_bytes or not self.returned.isdisjoint(self.members(name)):
                 continue
-            opened, extra = self.one_matmul_deep(name)
+            opened, extra, pinned = self.one_matmul_deep(name)
             if not opened or sum(map(self.bytes_of, extra)) * MATMUL_MUST_FREE > self.bytes_of(name):
                 continue
             self.opened |= opened
+            self.pinned |= pinned
             self.left = (self.left - {name}) | extra
             found.append(name)
         taken = {self.rep(name) for name in self.facts.before.saved}
         return [name for name in found if name in taken]
 
-    def one_matmul_deep(self, name: str) -> tuple[set[str], set[str]]:
-        """The matmuls to repeat for ``name`` and what would be saved for them instead; no matmuls where it is not possible."""
+    def one_matmul_deep(self, name: str) -> tuple[set[str], set[str], set[str]]:
+        """The matmuls to repeat for ``name``, what would be saved for them instead, and all that they start from.
+
+        No matmuls where it is not possible.
+        """
         opened: set[str] = set()
         extra: set[str] = set()
+        starts: set[str] = set()
         seen: set[tuple[str, bool]] = set()
         stack = [(name, True)]  # a value, and whether a matmul may still be repeated for it
         while stack:
             current, may_multiply = stack.pop()
-            if (current, may_multiply) in seen or (current in self.left and current != name):
+            if (current, may_multiply) in seen:
+                continue
+            if current in self.left and current != name:
+                if not may_multiply:
+                    starts.add(current)
                 continue
             seen.add((current, may_multiply))
             if self.can_repeat(current) and current not in self.opened:
@@ -305,10 +307,10 @@ class _Search:
                 opened.add(current)
                 stack += [(other, False) for other in self.inputs_of(current)]
             elif current == name or self.price(current) >= INFINITE:
-                return set(), set()
+                return set(), set(), set()
             else:
                 extra.add(current)
-        return opened, extra
+        return opened, extra, starts | extra
 
     def is_matmul(self, name: str) -> bool:
         """True for the output of a pure matmul of the forward that nothing writes to."""
@@ -537,17 +539,15 @@ class _Search:
         uses = tuple(self.uses(name, order))
         # the first of those that share memory stands for all of them
         freed = self.own_bytes(name) if name in self.saved and self.mates(name)[0] == name else 0
-        return Rebuild(
-            name, order, starts, uses, freed, self.traffic(name, order, starts, uses), self.flops(order) * len(uses)
-        )
+        return Rebuild(name, order, starts, uses, freed, self.traffic(name, order, starts, uses))
 
-    def flops(self, chain: Sequence[Site]) -> int:
+    def flops(self, chain: Iterable[Site]) -> int:
         """Operations of the matmuls in ``chain``: two for each element of the result and of the dimension that is summed."""
         values = self.facts.joint.values
         found = 0
         for site in chain:
             op = op_at(self.facts.joint, site)
-            if all(effect.kind is not Kind.MATMUL for effect in effects_of(op)):
+            if not _is_matmul(op):
                 continue
             depth = (values[op.inputs[0]].shape or (1,))[-1]
             found += 2 * depth * sum(values[name].numel or 0 for name in op.outputs)
@@ -661,6 +661,201 @@ class _Search:
             }
             firsts[pos] = min((firsts.get(user, user) for user in users), default=pos)
         return firsts
+
+
+# ---------------------------------------------------------------- under a budget
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Values that are dropped together, beside the default's."""
+
+    names: tuple[str, ...]
+    freed_bytes: int  # of the memory that they have, nothing taken off for `new`
+    new: frozenset[str]  # what is saved for them instead
+    new_bytes: int
+    cost: float  # of making them again, in bytes moved
+    last: int  # position of the op of the backward that needs them first
+
+    @property
+    def rank(self) -> tuple[float, int, tuple[str, ...]]:
+        """Sorts steps: by what a byte freed costs; of equal ones first what is needed last."""
+        return self.cost / max(self.freed_bytes - self.new_bytes, 1), -self.last, self.names
+
+
+class Further:
+    """What may be dropped beside what the default drops, as steps, the cheapest for what it frees first.
+
+    What is ``hidden`` is saved by nobody, because a later executor makes it again itself, from something that it saves. Where that
+    is dropped, it has to be made again here. A step therefore holds all values of one piece of memory that the later executors
+    save, and what is hidden behind them.
+    """
+
+    def __init__(self, facts: JointFacts, config: FusionFixConfig) -> None:
+        least = config.recompute_min_bytes
+        self.facts = facts
+        default = _Search(facts, least)
+        self.search = _Search(facts, min(least, 2**16), FURTHER)
+        self.default = tuple(self.search.rep(rebuild.name) for rebuild in default.run())
+        self.droppable = frozenset(rebuild.name for rebuild in self.search.run())
+        self.saved = frozenset(map(self.search.rep, facts.after.saved))
+        new = (self.search.rep(name) for name in default.left if name not in default.saved)
+        self.kept = frozenset((*self.search.left, *new)) - self.droppable
+        self.steps = self._ordered()
+
+    def plan(self, share: float, fuel: int | None = None) -> JointPlan:
+        """The default's rebuilds and the first steps that free ``share`` of all that the steps could free.
+
+        Args:
+            share: from 0, the default alone, to 1.
+            fuel: at most so many tensors.
+        """
+        wanted = share * sum(freed for _, freed in self.steps)
+        dropped: dict[str, int] = dict.fromkeys(self.default, -1)
+        won = 0
+        for names, freed in self.steps:
+            if won >= wanted:
+                break
+            won += freed
+            dropped.update(dict.fromkeys(names, 0))
+            dropped[next(name for name in names if name in self.search.saved)] = freed
+        rebuilds = self.rebuilds(dropped)
+        told = [one if dropped[one.name] < 0 else replace(one, freed_bytes=dropped[one.name]) for one in rebuilds]
+        return _planned(self.search, told[:fuel])
+
+    def rebuilds(self, dropped: Iterable[str]) -> list[Rebuild]:
+        """How each of ``dropped`` that the backward takes is made again from what is saved where all of them are not."""
+        names = tuple(dropped)
+        self.search.left = set((self.saved | self.kept).difference(names))
+        return [self.search.rebuild(name) for name in names if name in self.search.saved]
+
+    def _ordered(self) -> list[tuple[tuple[str, ...], int]]:
+        """Names that are dropped together and the bytes that it frees, where those before are dropped: all above 0."""
+        steps = list(self._steps())
+        alone = [step for step in steps if step.freed_bytes > step.new_bytes]
+        others = [step for step in steps if step.freed_bytes <= step.new_bytes]
+        left = sorted([*alone, *map(self._joined, _sharing(others))], key=lambda step: step.rank)
+        paid: set[str] = set()
+        found: list[tuple[tuple[str, ...], int]] = []
+        while left:
+            waiting = []
+            for step in left:
+                freed = step.freed_bytes - self.bytes_of(step.new - paid)
+                if freed > 0:
+                    found.append((step.names, freed))
+                    paid |= step.new
+                else:
+                    waiting.append(step)
+            if len(waiting) == len(left):  # nothing that the others save makes one of them win
+                break
+            left = waiting
+        return found
+
+    def _joined(self, steps: Sequence[_Step]) -> _Step:
+        names = tuple(dict.fromkeys(name for step in steps for name in step.names))
+        new = frozenset(name for step in steps for name in step.new)
+        freed = sum(step.freed_bytes for step in steps)
+        cost = sum(step.cost for step in steps)
+        return _Step(names, freed, new, self.bytes_of(new), cost, min(step.last for step in steps))
+
+    def _steps(self) -> Iterator[_Step]:
+        """One for each piece of memory that the later executors save and that can be dropped."""
+        search = self.search
+        memory: dict[int, list[str]] = {}
+        for name in sorted(self.saved.union(search.saved)):
+            if (storage := search.memory_of(name)) is not None and not search.is_outside(name):
+                memory.setdefault(storage, []).append(name)
+        for storage, names in memory.items():
+            if self.saved.isdisjoint(names) or not set(self.default).isdisjoint(names):
+                continue
+            if all(map(self.can_drop, names)):
+                step = self._step(names, self.facts.aliases.storages[storage].nbytes or 0)
+                if step is not None:
+                    yield step
+
+    def can_drop(self, name: str) -> bool:
+        """True for what the search drops, and for what the backward does not take and the search does not need."""
+        if name in self.search.saved:
+            return name in self.droppable
+        return (
+            name not in self.kept
+            and self.search.can_repeat(name)
+            and self.search.returned.isdisjoint(self.search.members(name))
+        )
+
+    def _step(self, names: Sequence[str], nbytes: int) -> _Step | None:
+        """What dropping ``names`` alone comes to, beside the default; None where the backward needs nothing of it."""
+        behind = [name for name, sources in self.hidden.items() if not sources.isdisjoint(names)]
+        together = tuple(dict.fromkeys((*names, *(name for name in behind if name in self.droppable))))
+        own = set(together)
+        rebuilds = [one for one in self.rebuilds((*self.default, *together)) if one.name in own]
+        if not rebuilds or nbytes < self.search.min_bytes:
+            return None
+        new = {source for one in rebuilds for source in self.new_sources(one)}
+        new |= {name for name in behind if name not in self.droppable}
+        last = min(use.first for one in rebuilds for use in one.uses)
+        return _Step(together, nbytes, frozenset(new), self.bytes_of(new), self.cost(rebuilds), last)
+
+    @cached_property
+    def hidden(self) -> Mapping[str, frozenset[str]]:
+        """For each value that the backward takes and nobody saves, the saved values that it can be made from."""
+        found = {}
+        for name in self.search.saved:
+            if name in self.saved or self.search.is_outside(name):
+                continue
+            sources: set[str] = set()
+            seen: set[str] = set()
+            stack = [name]
+            while stack:
+                current = stack.pop()
+                if current in self.saved:
+                    sources.add(current)
+                elif current not in seen and current in self.search.repeatable:
+                    seen.add(current)
+                    stack += self.search.inputs_of(current)
+            found[name] = frozenset(sources)
+        return found
+
+    def new_sources(self, rebuild: Rebuild) -> Iterator[str]:
+        for source in rebuild.sources:
+            if source not in self.saved and self.search.is_tensor(source) and not self.search.is_outside(source):
+                yield source
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        return sum(map(self.search.bytes_of, names))
+
+    def cost(self, rebuilds: Sequence[Rebuild]) -> float:
+        """Time of making all of ``rebuilds`` once for each use, as bytes moved: what one fusion takes over to the next is not."""
+        places = max(len(one.uses) for one in rebuilds)
+        chain = {site for one in rebuilds for site in one.chain}
+        results = {one.name for one in rebuilds}
+        fused: set[str] = set()
+        moved: set[str] = set()
+        kernels = len(rebuilds)
+        for site in sorted(chain):
+            op = op_at(self.facts.joint, site)
+            if site in self.facts.fusible:
+                fused.update(op.outputs)
+                moved.update(name for name in op.inputs if name not in fused)
+                moved.update(name for name in op.outputs if name in results)
+            elif not is_layout_chain(op):
+                kernels += 1
+                moved.update((*op.inputs, *op.outputs))
+        tensors = [name for name in moved if self.search.is_tensor(name)]
+        return places * (self.bytes_of(tensors) + self.search.flops(chain) / FLOPS_PER_BYTE + kernels * KERNEL_BYTES)
+
+
+def _sharing(steps: Iterable[_Step]) -> list[list[_Step]]:
+    """``steps`` in groups that save some of the same for them."""
+    groups: list[tuple[set[str], list[_Step]]] = []
+    for step in steps:
+        shared, joined = set(step.new), [step]
+        for group in [one for one in groups if not shared.isdisjoint(one[0])]:
+            groups.remove(group)
+            shared |= group[0]
+            joined = group[1] + joined
+        groups.append((shared, joined))
+    return [group for _, group in groups]
 
 
 # ---------------------------------------------------------------- the plan
