@@ -67,6 +67,8 @@ LOSSES = {
     "class weights": (torch.float32, {"weight": torch.ones(10)}, False),
     "sum": (torch.float32, {"reduction": "sum"}, False),
     "bfloat16": (torch.bfloat16, {}, False),
+    "a label that is ignored": (torch.float32, {"ignore_index": 3}, True),
+    "smoothing, a label ignored": (torch.float32, {"ignore_index": 3, "label_smoothing": 0.1}, False),
     "what the rule was written for": (torch.float32, {}, True),
 }
 
@@ -92,7 +94,7 @@ def test_mend_of_gradient_rules_is_done_once_and_for_tested_releases(monkeypatch
         def can_execute(self, bsym) -> bool:
             return self.accepts
 
-    op = SimpleNamespace(sym=SimpleNamespace(id="an op without a rule of Thunder's"))
+    op = SimpleNamespace(sym=SimpleNamespace(id="an op without a rule of Thunder's"), args=())
     transforms = _thunder.thunder.core.transforms
     for accepts in (True, False):
         executor = Executor(accepts)

@@ -107,7 +107,7 @@ def mend_gradient_rules() -> bool:
     @functools.wraps(find)
     def find_accepted(bsym: Any, **kwargs: Any) -> tuple[Callable | None, Any]:
         rule, executor = find(bsym, **kwargs)
-        if executor is None or executor.can_execute(bsym):
+        if executor is None or _accepts(executor, bsym):
             return rule, executor
         return transforms._grad_fn_map.get(bsym.sym.id), None
 
@@ -115,6 +115,16 @@ def mend_gradient_rules() -> bool:
     for module in (transforms, thunder.transforms.autodiff):  # the second imported the name
         module._get_gradfn_and_executor = find_accepted
     return True
+
+
+def _accepts(executor: Any, bsym: Any) -> bool:
+    """True where the executor's checker accepts the operator, or refuses it only for a label >= 0 that is ignored: its rule can that."""
+    if executor.can_execute(bsym):
+        return True
+    if bsym.sym.id != "torch.nn.functional.cross_entropy" or len(bsym.args) < 5:
+        return False
+    logits, target, weight, average, _, *rest = bsym.args
+    return executor.can_execute(bsym.from_bsym(args=(logits, target, weight, average, -100, *rest)))
 
 
 def nvfuser_works() -> bool:

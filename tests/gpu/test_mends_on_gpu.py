@@ -16,7 +16,6 @@ OPTIONS = {
     "label smoothing": {"label_smoothing": 0.1},
     "class weights": {"weight": "weights"},
     "ignored label": {"ignore_index": 3},
-    "smoothing and weights": {"label_smoothing": 0.2, "weight": "weights"},
 }
 
 

@@ -45,7 +45,9 @@ def padded_vocabulary(logits, labels):
 
 
 def turned(logits, labels):
-    return F.cross_entropy(logits.transpose(0, 1)[:-1].reshape(-1, VOCAB), labels.transpose(0, 1)[1:].reshape(-1))
+    return F.cross_entropy(
+        logits.transpose(0, 1)[:-1].reshape(-1, VOCAB).float(), labels.transpose(0, 1)[1:].reshape(-1)
+    )
 
 
 def written(logits, labels):
