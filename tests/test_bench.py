@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -390,6 +391,43 @@ def test_gpu_lock_timing_waits_for_all_who_share_it(tmp_path):
     assert order == ["waiting", "shared ends", "timing", "timed", "shared again"]
     with lock.alone(lambda: order.append("waiting")):
         assert order[-1] == "shared again", "nobody waits for a lock that is free, and nobody says so"
+
+
+class Steps:
+    """A step takes ``ms`` of it."""
+
+    def __init__(self, ms: float) -> None:
+        self.ms, self.now, self.turns, self.steps = ms, 0.0, 0, 0
+
+    def timed(self) -> float:
+        assert self.turns % 2 == 1, "nobody else has the GPU"
+        self.now += self.ms / 1e3
+        self.steps += 1
+        return self.ms
+
+    @contextlib.contextmanager
+    def turn(self):
+        self.turns += 1
+        yield
+        self.turns += 1
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(
+    ("ms", "least", "most"), [(500.0, 23, 25), (100.0, 23, 25), (10.0, 200, 205), (1.0, 2000, 2005)]
+)
+def test_steps_are_timed_in_rounds_and_quick_ones_for_two_seconds(ms, least, most, monkeypatch):
+    """At least as many as were asked for; warm-up steps are none of them, and each round is a turn of its own."""
+    monkeypatch.setattr(measure_module, "PAUSE_SECONDS", 0.0)
+    clock = Steps(ms)
+    times = measure_module.in_rounds(clock.timed, 23, clock.turn, clock)
+    assert least <= len(times) <= most and set(times) == {ms}
+    first, later = measure_module.WARM_UP_STEPS
+    assert clock.turns == 2 * measure_module.ROUNDS
+    assert clock.steps == len(times) + first + (measure_module.ROUNDS - 1) * later
+    assert measure_module.spread_of([1.0, 2.0, 3.0, 10.0])["median"] == 2.5
 
 
 @pytest.mark.parametrize(

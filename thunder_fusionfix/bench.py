@@ -72,7 +72,7 @@ class Options:
 
     variants: tuple[str, ...] = DEFAULT
     out: Path = OUT  # a directory
-    steps: int = 20  # timed steps
+    steps: int = 20  # timed steps, at least
     timeout_s: float = 1800.0  # of one variant, waiting for the GPU not counted
     budget_s: float = float("inf")  # of everything; what runs then is ended
     jobs: int = 1  # processes that compile at the same time; timing is always alone
@@ -441,7 +441,9 @@ def parser() -> argparse.ArgumentParser:
         help=f"some of {', '.join(VARIANTS)}, with commas between; each {WRITTEN}: both:fusionfix_memory_budget=32GB",
     )
     parser.add_argument("--out", type=Path, default=OUT, help="directory of the results files")
-    parser.add_argument("--steps", type=int, default=20, help="timed steps")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="timed steps, at least; quick ones are timed for two seconds"
+    )
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one variant")
     parser.add_argument("--budget", type=float, default=float("inf"), help="seconds for everything")
     parser.add_argument(

@@ -14,7 +14,7 @@ In order, and why so:
 2. Steps with the allocator's own counters read between forward and backward. Several processes may do this at once.
 3. One step with the allocator's history on, replayed to a curve: what is alive at the peak, and at the start of the
 backward. 4. One step under the profiler: kernels by name, launches. 5. Timed steps, with CUDA events, alone on the
-GPU: `GpuLock`. 6. Loss and gradients from fresh gradients, then the same in float32 without a compiler.
+GPU: `GpuLock`; in rounds, between which other processes have their turn, so that a machine that gets slower does so for all. 6. Loss and gradients from fresh gradients, then the same in float32 without a compiler.
 
 After each of these the record is in OUT, as `CUT`: a process that is ended early leaves what it had measured by then.
 
@@ -64,7 +64,10 @@ STATE = "@state "
 WAITING = "waiting until nobody times"  # time in this state does not count against --timeout
 
 MEMORY_STEPS = 2  # after the first and one warm-up step nothing changes any more; two show that
-WARM_UP_STEPS = 5  # before the timed ones, clocks and caches settle
+WARM_UP_STEPS = (5, 2)  # before the timed ones of the first round and of others: clocks and caches settle
+ROUNDS = 5  # of timed steps
+LEAST_SECONDS = 2.0  # of timed steps; a quick step waits for the host, whose pace varies more than the GPU's
+PAUSE_SECONDS = 0.05  # after a round, for others to get the lock
 SEED = 0
 
 # An allocation of this odd size marks, in the allocator's history, where the forward ends and the backward begins.
@@ -357,9 +360,15 @@ def measure(
             enter("profile")
             _noted(notes, phase, lambda: measured.update(_profile(step)))
             torch.cuda.empty_cache()
-        with lock.alone(lambda: enter(WAITING)):
-            enter("timing")
-            measured["step_ms"] = _times(step, job.steps)
+
+        @contextlib.contextmanager
+        def turn() -> Iterator[None]:
+            with lock.alone(lambda: enter(WAITING)):
+                enter("timing")
+                yield
+                torch.cuda.empty_cache()  # others have the GPU now
+
+        measured["step_ms"] = spread_of(in_rounds(lambda: _timed(step), job.steps, turn))
         if job.distance:
             wide = lock.beside("float32")  # one float32 step at a time: it takes twice the memory
             with lock.shared(lambda: enter(WAITING)), wide.alone(lambda: enter(WAITING)):
@@ -564,28 +573,54 @@ def _profile(step: Step) -> dict[str, Any]:
     return {"launches": counts.total(), "kernel_ms": sum(micros.values()) / 1e3, "kernels": kernels}
 
 
-def _times(step: Step, steps: int) -> dict[str, Any]:
-    """Milliseconds of a step by CUDA events: median, and spread (third quartile minus first)."""
+def in_rounds(
+    timed: Callable[[], float],
+    steps: int,
+    turn: Callable[[], contextlib.AbstractContextManager[None]],
+    clock: Callable[[], float] = time.perf_counter,
+) -> list[float]:
+    """Milliseconds of at least ``steps`` steps, and of as many as take `LEAST_SECONDS`, in `ROUNDS` of equal size.
+
+    Args:
+        timed: runs one step; its milliseconds.
+        steps: at least so many are timed.
+        turn: held for a round.
+        clock: seconds.
+    """
+    times: list[float] = []
+    for one in range(ROUNDS):
+        with turn():
+            for _ in range(WARM_UP_STEPS[one > 0]):
+                timed()
+            enough, until = -(-steps * (one + 1) // ROUNDS), clock() + LEAST_SECONDS / ROUNDS
+            while len(times) < enough or clock() < until:
+                times.append(timed())
+        time.sleep(PAUSE_SECONDS)
+    return times
+
+
+def _timed(step: Step) -> float:
+    """Milliseconds of one step, by CUDA events."""
     import torch
 
-    for _ in range(WARM_UP_STEPS):
-        step.run()
-    times = []
-    for _ in range(steps):
-        torch.cuda.synchronize()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        step.run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+    torch.cuda.synchronize()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    step.run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end)
+
+
+def spread_of(times: Sequence[float]) -> dict[str, Any]:
+    """Median, and spread: third quartile minus first."""
     quartiles = statistics.quantiles(times, n=4) if len(times) > 1 else [times[0]] * 3
     return {
         "median": statistics.median(times),
         "spread": quartiles[2] - quartiles[0],
         "min": min(times),
         "max": max(times),
-        "steps": steps,
+        "steps": len(times),
     }
 
 
