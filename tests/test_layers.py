@@ -18,7 +18,7 @@ ROOT = Path(thunder_fusionfix.__file__).parent
 ROWS = {
     "words": "__init__ errors model config document garbage",
     "facts": "effects layout folding padding losses infer index_map alias liveness store unparse text syntax paste canonical mincut devices variants model_names",
-    "decide": "lift normal_form pins segments matmul_copies simulate facts schedule verify match diff parse apply joint step report results",
+    "decide": "lift normal_form pins segments matmul_copies attention_workspace simulate facts schedule verify match diff parse apply joint step report results",
     "trace": "_thunder read cotangents edit edit_joint share splitter execute products",
     "passes": "passes.__init__ passes.own_cotangents passes.ignore_cut_rows passes.unfuse_layouts passes.split_regions passes.reorder passes.fold_matmuls"
     " passes.pad_matmuls passes.cudnn_attention"

@@ -234,7 +234,7 @@ def _kept(graph: Graph, holder: Holder, at: int) -> Kept:
     if made_pos is not None and graph.ops[made_pos].id == UNPACK:
         made_pos = None
     if made_pos is None and holder.producer == graph.ops[at].id and holder.name not in graph.args:
-        made_pos = at  # a temporary of the region at the peak
+        made_pos = at  # a temporary of the op at the peak
     users = sorted({pos for name in holder.names for pos in graph.consumers.get(name, ())})
     later = [pos for pos in users if pos >= at and graph.ops[pos].id not in (DEL, CLEAR, UNPACK)]
     deletes = [pos for pos in users if graph.ops[pos].id == DEL]
@@ -266,7 +266,7 @@ def _reason(graph: Graph, holder: Holder, at: int, needed_pos: int | None, freed
     if needed_pos == at:
         return "used or made right here" if graph.ops[at].id != RETURN else "returned"
     if holder.producer == graph.ops[at].id and holder.name not in graph.producer:
-        return "a temporary inside the region"
+        return "a temporary inside the region" if graph.ops[at].is_fusion else "a temporary of this op"
     if needed_pos is not None:
         return "returned" if graph.ops[needed_pos].id == RETURN else graph.ops[needed_pos].id
     if graph.held.intersection(holder.names):

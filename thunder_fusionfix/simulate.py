@@ -3,7 +3,8 @@
 The model. An op's outputs are allocated, the op runs with its temporaries, and a storage is freed at the ``del`` of the last of
 its names: frees take effect in host order, and nvFuser holds a fusion's inputs until it returns. Every storage takes whole
 blocks of 512 bytes, as in PyTorch's allocator. Views take nothing (`alias`), a layout that may be a copy is taken for one.
-A region's temporaries are those of `segments`; those of the entry's matmuls, what they copy (`matmul_copies`).
+A region's temporaries are those of `segments`; those of the entry's matmuls, what they copy (`matmul_copies`); those of attention's
+backward, what its kernel accumulates in (`attention_workspace`).
 
 Before the first op stand the arguments and what the caller holds. In a backward trace the saved tensors sit in collections:
 they are freed by ``del`` once their collection is unpacked and cleared, unless the caller owns them, which ``Graph.held`` says
@@ -36,6 +37,7 @@ from dataclasses import replace
 from functools import cached_property
 
 from thunder_fusionfix.alias import Aliases, aliases
+from thunder_fusionfix.attention_workspace import is_attention_backward, workspace_of
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.matmul_copies import copies_of, product_of
 from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Graph, Holder, Op, Timeline
@@ -111,7 +113,8 @@ class Prices:
         sizes, is_outside, is_kept: by storage: bytes in whole blocks; whether it is there before the first op; whether it
             stays to the end, returned or owned by the caller.
         makes, made_bytes, uses: by position: storages that the op allocates, with their bytes, and those that it makes or takes.
-        temporaries, temporary_bytes: by position: what a region or a matmul writes for itself, and how much of it at once.
+        temporaries, temporary_bytes: by position: what a region, a matmul or attention's backward writes for itself, and how much of
+            it at once.
         start_bytes: allocated before the first op.
         unknown: tensors whose size is not known, counted as 0.
 
@@ -423,6 +426,8 @@ def _temporaries_by(op: Op) -> Callable[..., Temporaries] | None:
     """What finds the memory that ``op`` needs for itself; None for an op that needs none that we know of."""
     if op.is_fusion:
         return temporaries_of
+    if is_attention_backward(op):
+        return workspace_of
     return copies_of if product_of(op) is not None else None
 
 
