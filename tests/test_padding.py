@@ -12,6 +12,8 @@ from thunder_fusionfix.padding import (
     ALIGNED,
     PAD_LIMIT,
     PIECE_BYTES,
+    WHOLE_BYTES,
+    WHOLE_ROWS,
     choose_padding,
     layouts,
     may_pad,
@@ -274,6 +276,19 @@ def test_logits_are_copied_in_pieces() -> None:
         assert padding.nbytes <= PIECE_BYTES and not padding.right  # the weight is not copied
         rows = 50257 if product == "dw" else 8192
         assert padding.rows * (padding.pieces - 1) < rows <= padding.rows * padding.pieces
+
+
+@pytest.mark.parametrize("product", ["fwd", "dx", "dw"])
+def test_logits_of_few_tokens_are_copied_at_once(product) -> None:
+    """Copies of 103 MB are one piece; not where the limit forbids it, where they are larger, or where tokens are many."""
+    whole = choose_padding(*layer(product, 1024, 768, 50257))
+    assert whole is not None and whole.pieces == 1 and PIECE_BYTES < whole.nbytes <= WHOLE_BYTES
+    for limit in (WHOLE_BYTES * 3 // 4, PIECE_BYTES):
+        bounded = choose_padding(*layer(product, 1024, 768, 50257), limit)
+        assert bounded is not None and bounded.pieces > 1 and bounded.nbytes <= min(limit, PIECE_BYTES)
+    for tokens, num_out in ((1400, 50257), (WHOLE_ROWS + 1, 25001)):
+        in_pieces = choose_padding(*layer(product, tokens, 768, num_out))
+        assert in_pieces is not None and in_pieces.pieces > 1 and in_pieces.nbytes <= 1.02 * PIECE_BYTES
 
 
 # ---------------------------------------------------------------- before strides are known

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from thunder_fusionfix import padding as padding_module
 from thunder_fusionfix import products
 from thunder_fusionfix.padding import Padding, pad_what_is_misaligned
+from thunder_fusionfix.passes.fold_matmuls import fusionfix_linear, fusionfix_matmul
 from thunder_fusionfix.products import may_be_padded, multiplied, padded_product
 
 EPS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
@@ -197,6 +201,47 @@ def test_nothing_reads_data() -> None:
         q = torch.empty(2, 3, 7, 5, dtype=torch.float16)
         padding = padding_of(q, q.mT)
         assert padding is not None and multiplied(q, q.mT, None, padding).shape == (2, 3, 7, 7)
+
+
+# ---------------------------------------------------------------- host time
+
+
+class _Calls(TorchDispatchMode):
+    """Names of the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+FORWARD = "view t split_with_sizes new_empty split_with_sizes mm mm copy_ resize_"
+GRAD_INPUT = "split_with_sizes split_with_sizes mm clone addmm"
+GRAD_WEIGHT = "new_empty transpose as_strided copy_ mm resize_"
+
+
+@pytest.mark.parametrize(
+    ("product", "want"), [("fwd", FORWARD), ("dx", GRAD_INPUT), ("dw", GRAD_WEIGHT)], ids=["fwd", "dx", "dw"]
+)
+def test_the_layer_of_a_small_model_takes_few_calls(product, want, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Logits of a few tokens, scaled down: one aligned product, one copy, and what is done apart. Its step waits for the host."""
+    monkeypatch.setattr(padding_module, "SPLIT_BYTES", 0)
+    monkeypatch.setattr(products, "SMALL_BYTES", 0)
+    monkeypatch.setattr(products, "may_be_padded", lambda left, right: True)
+    monkeypatch.setattr(products, "choose_padding", lambda *args: pad_what_is_misaligned(*args))
+    x, w, dy = (laid(shape, "dense", torch.bfloat16, 0) for shape in ((32, 16), (57, 16), (32, 57)))
+    with torch.no_grad():
+        left, right = {"fwd": (x[None], w), "dx": (dy, w), "dw": (dy.t(), x)}[product]
+        multiply = partial(fusionfix_linear, bias=None) if product == "fwd" else fusionfix_matmul
+        with _Calls() as calls:
+            got = multiply(left, right, copy_limit=0, pad_limit=2**28)
+    exact = left.double() @ (right.double().t() if product == "fwd" else right.double())
+    assert got.shape == exact.shape and got.is_contiguous() and not got._is_view()
+    assert relative(got, exact) < 2 * EPS[torch.bfloat16]
+    assert sorted(calls.names) == sorted(want.split())
 
 
 # ---------------------------------------------------------------- guards

@@ -18,7 +18,7 @@ the last K % 8 terms of the sums, to which the others are added.
 
 Zeros meet zeros, so infinities and NaNs stay where they were. What stands in padded columns and rows is cut off with them. Products
 of two matrices are done a few rows at a time where copies would be large: the right operand is copied once, if at all, and then each
-piece of the left one and of the output, so that nothing of the size of logits is ever held twice.
+piece of the left one and of the output, so that nothing of the size of logits is ever held twice, but for those of a few tokens.
 
 The price is a roofline with the constants below; what is not clearly faster stays as it is. Everything here is arithmetic on shapes
 and strides: `thunder_fusionfix.products` runs the products, `thunder_fusionfix.passes.pad_matmuls` says which are looked at, and
@@ -42,6 +42,11 @@ PAD_LIMIT = 256 * 2**20
 PIECE_BYTES = 64 * 2**20
 """Bytes of the copies of one piece: the left operand's rows and the output's. With 32, 64 and 128 MiB the first three rows of the table
 below take 0.267, 0.303, 0.257; 0.256, 0.248, 0.240; and 0.250, 0.235, 0.235 ms."""
+
+WHOLE_BYTES, WHOLE_ROWS = 128 * 2**20, 2048
+"""Copies of up to so many bytes are made at once where the left operand has at most so many rows in memory: the first three rows of the
+table, fastest with 128 MiB. They take the GPU a quarter of a millisecond each, and a small model's step waits for the host, to which
+every further piece is two or three launches. The memory is no more than their loss holds in its backward: logits and their gradient."""
 
 SPLIT_BYTES = 8 * 2**20
 """A right operand from this size on is not copied for the sake of a few columns of the output, or of K: these are done apart. With
@@ -217,7 +222,10 @@ def pad_what_is_misaligned(
     per_row = itemsize * (k * takes_left + n * cuts_output)
     right_bytes = itemsize * batch * k * n * takes_right
     pieces, nbytes = 1, right_bytes + batch * m * per_row
-    if len(left) == 2 and m * per_row > (most := min(PIECE_BYTES, limit - right_bytes)):
+    is_short = (depth if a.turned else rows) <= WHOLE_ROWS
+    most = min(WHOLE_BYTES if is_short else PIECE_BYTES, limit - right_bytes)
+    if len(left) == 2 and m * per_row > most:
+        most = min(most, PIECE_BYTES)
         pieces = -(-m // max(most // per_row // ROWS * ROWS, ROWS))
         m = -(-m // (pieces * ROWS)) * ROWS
         pieces, nbytes = -(-rows // m), right_bytes + m * per_row
@@ -302,7 +310,7 @@ class _Price:
         if depth < self.depth:  # the last terms, and what is added to them
             product += LAUNCH_MS + 2 * self._bytes(self.rows, self.cols) / MISALIGNED_WRITE_BYTES_PER_MS
         if cols < self.cols:  # the last columns
-            product += 2 * LAUNCH_MS + self._bytes(self.rows, self.depth) / MISALIGNED_READ_BYTES_PER_MS
+            product += LAUNCH_MS + self._bytes(self.rows, self.depth) / MISALIGNED_READ_BYTES_PER_MS
         if cols != self.cols or (rows != self.rows and self.batch > 1):
             product += self._copy(self.rows, self.cols, is_dense=False) + LAUNCH_MS * (padding.pieces - 1)
         return product

@@ -21,8 +21,10 @@ what is done depends on shapes, strides, dtype, device and the limit alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
-from torch import constant_pad_nd
+from torch import constant_pad_nd, split_with_sizes
 
 from thunder_fusionfix.padding import Padding, choose_padding, up
 
@@ -88,6 +90,8 @@ def multiplied(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | Non
     del left, right  # copies end here
     if product.shape[-2:] == (rows, num_out):
         return product
+    if product.dim() == 2 and padding.cols == num_out:  # the rows that are cut stand behind the others
+        return product.resize_(rows, num_out)
     out = product.as_strided((*product.shape[:-2], rows, num_out), product.stride()).contiguous()
     return as_result(out, *out.shape) if out._is_view() else out
 
@@ -100,35 +104,49 @@ def _in_pieces(
     room = up(rows) if pads_rows and not cuts else rows  # the last piece may have padded rows
     adds = padding.depth < depth
     if adds:  # the smaller sum is rounded first
-        rest = depth - padding.depth
-        out = _product(left.narrow(1, padding.depth, rest), right.narrow(0, padding.depth, rest), bias)
-        left, right = left.narrow(1, 0, padding.depth), right.narrow(0, 0, padding.depth)
+        sizes = padding.depth, depth - padding.depth
+        (left, last_left), (right, last_right) = split_with_sizes(left, sizes, 1), split_with_sizes(right, sizes)
+        out = _product(last_left, last_right, bias)
     else:
         out = left.new_empty((room, num_out))
-    cols, rest = min(padding.cols, num_out), num_out - padding.cols
-    if rest > 0:
-        last = None if bias is None else bias.narrow(0, cols, rest)
-        out.narrow(1, cols, rest).copy_(_product(left, right.narrow(1, cols, rest), last))
-        right, bias = right.narrow(1, 0, cols), None if bias is None else bias.narrow(0, 0, cols)
-    for start in range(0, rows, padding.rows):
-        taken = min(padding.rows, rows - start)
-        piece, made = left.narrow(0, start, taken), up(taken) if pads_rows else taken
+    columns, cols = out, min(padding.cols, num_out)
+    if cols < num_out:
+        sizes = cols, num_out - cols
+        (right, last_right), (columns, last) = split_with_sizes(right, sizes, 1), split_with_sizes(out, sizes, 1)
+        last_bias = None
+        if bias is not None:
+            bias, last_bias = split_with_sizes(bias, sizes)
+        _product(left, last_right, last_bias, last)
+    for piece, target in zip(_pieces(left, padding), _pieces(columns, padding), strict=True):
         if padding.left:
+            made = up(piece.shape[0]) if pads_rows else piece.shape[0]
             piece = _copied(piece, made, padding.depth, padding.left_turned, -1)
-        target = out.narrow(0, start, taken if cuts else made)
         if cuts:
             product = _product(piece, right, bias)
-            target.narrow(1, 0, cols).copy_(product.as_strided((taken, cols), product.stride()))
+            if product.shape != target.shape:
+                product = product.as_strided(target.shape, product.stride())
+            target.copy_(product)
             del product  # before the next is made
         else:
             _product(piece, right, target if adds else bias, target)
-    return out if room == rows else as_result(out.narrow(0, 0, rows), rows, num_out)
+    return out if room == rows else out.resize_(rows, num_out)
+
+
+def _pieces(matrix: torch.Tensor, padding: Padding) -> Sequence[torch.Tensor]:
+    """Its rows, `padding.rows` at a time, and at last what is left."""
+    if padding.pieces == 1:
+        return (matrix,)
+    before = padding.pieces - 1
+    return split_with_sizes(matrix, [padding.rows] * before + [matrix.shape[0] - padding.rows * before])
 
 
 def _copied(matrix: torch.Tensor, rows: int, cols: int, turned: bool, depth_dim: int) -> torch.Tensor:
     """``matrix`` in the corner of a new ``[..., rows, cols]``; behind it zeros along ``depth_dim``, and anything elsewhere."""
     *leading, num_rows, num_cols = matrix.shape
     depth, num_depth = (rows, num_rows) if depth_dim == -2 else (cols, num_cols)
+    if rows == num_rows and cols == num_cols:
+        dense = torch.contiguous_format
+        return matrix.mT.clone(memory_format=dense).mT if turned else matrix.clone(memory_format=dense)
     if depth != num_depth and matrix.numel() * matrix.element_size() < SMALL_BYTES:
         if turned:
             return constant_pad_nd(matrix.mT, (0, rows - num_rows, 0, cols - num_cols)).mT

@@ -60,7 +60,7 @@ def fusionfix_linear(
     if _left_to_aten(x):
         return aten_linear(x, w, bias)
     if x.dim() < 3 or aten_folds(shape := x.shape, strides := x.stride()):
-        return _linear(x, w, bias, pad_limit)
+        return _linear(x, w, bias, pad_limit) if pad_limit else aten_linear(x, w, bias)
     if copy_limit is None:
         return aten_linear(x, w, bias)
     choice = choose(shape, strides, w.shape[0], x.element_size(), bias is not None, copy_limit)
@@ -87,9 +87,8 @@ def fusionfix_matmul(
 
 def _matmul_nd_2d(x: torch.Tensor, w: torch.Tensor, copy_limit: int | None, pad_limit: int) -> torch.Tensor:
     if aten_folds(shape := x.shape, strides := x.stride()):
-        if not pad_limit:
-            return torch.matmul(x, w)
-        return as_result(_matmul(x.flatten(0, -2), w, pad_limit), *shape[:-1], w.shape[1])
+        padded = padded_product(x.flatten(0, -2), w, None, pad_limit) if pad_limit else None
+        return torch.matmul(x, w) if padded is None else padded.resize_(*shape[:-1], w.shape[1])
     if copy_limit is None:
         return torch.matmul(x, w)
     choice = choose(shape, strides, w.shape[1], x.element_size(), False, copy_limit)
@@ -117,7 +116,7 @@ def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, pad_lim
     if pad_limit and x.dim() > 1:
         padded = padded_product(x.flatten(0, -2), w.t(), bias, pad_limit)
         if padded is not None:
-            return as_result(padded, *x.shape[:-1], w.shape[0])
+            return padded.resize_(*x.shape[:-1], w.shape[0])
     return aten_linear(x, w, bias)
 
 
