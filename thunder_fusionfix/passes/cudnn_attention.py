@@ -26,6 +26,7 @@ the backward, of the kernel that needs more (`attention_workspace`), but not `_a
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from torch.nn.attention import SDPBackend
 
 from thunder_fusionfix.effects import ATTENTION, ATTENTION_BACKWARD, FLASH, FLASH_BACKWARD
 from thunder_fusionfix.joint import JointPlan
+from thunder_fusionfix.layout import Shape, Strides
 from thunder_fusionfix.model import RETURN, Decision, Graph, Op, Ref, refs
 
 NAME = "cudnn_attention"
@@ -157,9 +159,16 @@ def _as_cudnn_reads(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_aligned(tensor: torch.Tensor) -> bool:
-    elements = ALIGNMENT // tensor.element_size()
-    strides = (stride for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1)
-    return tensor.stride(-1) == 1 and tensor.data_ptr() % ALIGNMENT == 0 and all(one % elements == 0 for one in strides)
+    return tensor.data_ptr() % ALIGNMENT == 0 and _steps_are_aligned(
+        tensor.shape, tensor.stride(), ALIGNMENT // tensor.element_size()
+    )
+
+
+@lru_cache(maxsize=4096)
+def _steps_are_aligned(shape: Shape, strides: Strides, elements: int) -> bool:
+    """True for dense rows that start multiples of ``elements`` apart."""
+    steps = (stride for size, stride in zip(shape[:-1], strides[:-1], strict=True) if size > 1)
+    return strides[-1] == 1 and all(step % elements == 0 for step in steps)
 
 
 def _lying_as(gradient: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
