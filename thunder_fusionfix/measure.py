@@ -13,8 +13,11 @@ In order, and why so:
 1. First step, by the wall clock: compilation, and the first run of every kernel.
 2. Steps with the allocator's own counters read between forward and backward. Several processes may do this at once.
 3. One step with the allocator's history on, replayed to a curve: what is alive at the peak, and at the start of the
-backward. 4. One step under the profiler: kernels by name, launches. 5. Timed steps, with CUDA events, alone on the
-GPU: `GpuLock`; in rounds, between which other processes have their turn, so that a machine that gets slower does so for all. 6. Loss and gradients from fresh gradients, then the same in float32 without a compiler.
+backward.
+4. One step under the profiler: kernels by name, launches. Alone on the GPU (`GpuLock`), as what others run stretches kernels.
+5. Timed steps, with CUDA events, alone likewise. In rounds, between which other processes have their turn, so that a machine that
+gets slower does so for all.
+6. Loss and gradients from fresh gradients, then the same in float32 without a compiler.
 
 After each of these the record is in OUT, as `CUT`: a process that is ended early leaves what it had measured by then.
 
@@ -357,8 +360,6 @@ def measure(
             measured["reports"] = [_report(report) for transform in ours for report in transform.reports]
             enter("memory history")
             _noted(notes, phase, lambda: measured.update(_history(step)))
-            enter("profile")
-            _noted(notes, phase, lambda: measured.update(_profile(step)))
             torch.cuda.empty_cache()
 
         @contextlib.contextmanager
@@ -368,6 +369,9 @@ def measure(
                 yield
                 torch.cuda.empty_cache()  # others have the GPU now
 
+        with lock.alone(lambda: enter(WAITING)):
+            enter("profile")
+            _noted(notes, phase, lambda: measured.update(_profile(step)))
         measured["step_ms"] = spread_of(in_rounds(lambda: _timed(step), job.steps, turn))
         if job.distance:
             wide = lock.beside("float32")  # one float32 step at a time: it takes twice the memory
