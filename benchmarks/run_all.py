@@ -161,6 +161,8 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             _bench("gpt-neox", "gpt-neox", SHORT, 110, 10, 300, layers=2),
             _bench("vit", "vit", SHORT, 110, 5, 300, layers=2),
             _bench("gpt2", "gpt2", SHORT, 110, 10, 300, layers=2),
+            _bench("vit, batch 64", "vit", SHORT, 110, 10, 300, layers=2, batch=64),  # the GPU's time, not the host's
+            _bench("gpt2, batch 8", "gpt2", SHORT, 110, 15, 300, layers=2, batch=8),
             _bench("12 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 200, 5, 510, layers=12, hidden_size=28),
             _bench("4 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 80, 5, 300, layers=4, hidden_size=28),
         ),

@@ -42,7 +42,7 @@ from thunder_fusionfix.effects import ATTENTION, ATTENTION_BACKWARD
 from thunder_fusionfix.folding import COPY_LIMIT
 from thunder_fusionfix.joint import JointReport
 from thunder_fusionfix.matmul_copies import LINEAR, MATMUL
-from thunder_fusionfix.padding import PAD_LIMIT
+from thunder_fusionfix.padding import FRUGAL_LIMIT, PAD_LIMIT
 from thunder_fusionfix.passes import fold_matmuls, pad_matmuls
 from thunder_fusionfix.passes.cudnn_attention import fusionfix_attention, fusionfix_attention_backward
 from thunder_fusionfix.passes.fold_matmuls import fusionfix_linear, fusionfix_matmul
@@ -225,11 +225,12 @@ def _folds(a: TensorProxy, b: TensorProxy, config: FusionFixConfig) -> bool:
 
 
 def _pad_limit(a: TensorProxy, b: TensorProxy, config: FusionFixConfig, *, is_linear: bool) -> int:
-    """Bytes that padding ``a @ b``, or ``linear(a, b)``, may copy: none where it cannot pay, or the user asked for memory."""
-    if not config.pad_matmuls or config.memory_budget is not None or not (_may_pad(a) and _may_pad(b)):
+    """Bytes that padding ``a @ b``, or ``linear(a, b)``, may copy: none where it cannot pay, few where the user asked for memory."""
+    if not config.pad_matmuls or not (_may_pad(a) and _may_pad(b)):
         return 0
     right = tuple(reversed(b.shape)) if is_linear else tuple(b.shape)
-    return PAD_LIMIT if pad_matmuls.is_claimed(tuple(a.shape), right, PAD_LIMIT) else 0
+    limit = PAD_LIMIT if config.memory_budget is None else FRUGAL_LIMIT
+    return limit if pad_matmuls.is_claimed(tuple(a.shape), right, limit) else 0
 
 
 def _may_pad(tensor: TensorProxy) -> bool:

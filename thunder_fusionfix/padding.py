@@ -39,6 +39,9 @@ ALIGNED = 8
 PAD_LIMIT = 256 * 2**20
 """Bytes that the copies of one product may take at any moment. Logits are larger, so they are copied in pieces."""
 
+FRUGAL_LIMIT = 16 * 2**20
+"""The same where the user asked for memory. The estimates count it."""
+
 PIECE_BYTES = 64 * 2**20
 """Bytes of the copies of one piece: the left operand's rows and the output's. With 32, 64 and 128 MiB the first three rows of the table
 below take 0.267, 0.303, 0.257; 0.256, 0.248, 0.240; and 0.250, 0.235, 0.235 ms."""

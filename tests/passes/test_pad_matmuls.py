@@ -19,7 +19,7 @@ from thunder_fusionfix.executor import fusionfix_ex
 from thunder_fusionfix.folding import COPY_LIMIT
 from thunder_fusionfix.matmul_copies import LINEAR, MATMUL
 from thunder_fusionfix.model import Graph, Op, Ref, Value
-from thunder_fusionfix.padding import PAD_LIMIT, pad_what_is_misaligned
+from thunder_fusionfix.padding import FRUGAL_LIMIT, PAD_LIMIT, pad_what_is_misaligned
 from thunder_fusionfix.passes import pad_matmuls
 from thunder_fusionfix.passes.fold_matmuls import fusionfix_linear, fusionfix_matmul, plan_fold_matmuls
 from thunder_fusionfix.passes.pad_matmuls import is_claimed, plan_pad_matmuls
@@ -124,14 +124,14 @@ def test_kinds_of_tensors_that_are_not_ordinary_are_not_claimed(trace, monkeypat
     assert not executor._can_linear(proxy(1024, 768), other)
 
 
-def test_option_and_memory_budget_switch_it_off(trace, monkeypatch) -> None:
-    """Off by its option; off where the user asked for memory; and on by default."""
+def test_option_switches_it_off_and_a_memory_budget_limits_it(trace, monkeypatch) -> None:
+    """Off by its option; small copies where the user asked for memory; and on by default."""
     operands = proxy(1024, 768), proxy(50257, 768)
     for options, limits in (
         ({}, (COPY_LIMIT, PAD_LIMIT)),
         ({"fold_matmuls": False}, (None, PAD_LIMIT)),
         ({"pad_matmuls": False}, (COPY_LIMIT, 0)),
-        ({"memory_budget": "1GB"}, (0, 0)),
+        ({"memory_budget": "1GB"}, (0, FRUGAL_LIMIT)),
     ):
         given(monkeypatch, **options)
         assert executor._can_linear(*operands) == bool(limits[1])

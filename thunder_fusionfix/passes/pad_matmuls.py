@@ -10,7 +10,7 @@ of two tensors with the same leading dims.
 
 Stage: the operators of the executor entry. Needs: 2-byte floats on a GPU, static sizes. Claims: a product of which some layout of dense
 operands would be padded; every other one stays as it was, and costs the host nothing. Keeps: shapes, dtypes, row-major results.
-Changes: the order of sums, within cuBLAS's own spread between kernels. Refused where the user asked for memory, as folds that copy are.
+Changes: the order of sums, within cuBLAS's own spread between kernels. Copies of at most 16 MiB where the user asked for memory.
 """
 
 from __future__ import annotations
