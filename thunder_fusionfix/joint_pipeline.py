@@ -128,14 +128,15 @@ class _Attempt:
         return sum(one.applied and one.pass_name == recompute_cheap.NAME for one in self.decisions)
 
 
-def _attempt(trace: TraceCtx, facts: JointFacts, entry: Entry, plan: JointPlan) -> _Attempt:
+def _attempt(trace: TraceCtx, facts: JointFacts, entry: Entry, plan: JointPlan, is_trial: bool = False) -> _Attempt:
+    """``plan``, carried out; a trial is dry-run too, as its peak is asked for."""
     if plan.is_empty:
         return _Attempt(trace, plan.decisions, fused=facts.fused)
     applied = sum(decision.applied for decision in plan.decisions)
     with _blaming(*dict.fromkeys(one.pass_name for one in plan.decisions if one.applied)):
         made_by = f"thunder_fusionfix entry ({applied} rewrites)"
         new_trace = apply_joint_plan(trace, plan, entry.after, made_by, entry.operators)
-        why_not, fused = _why_not(facts, new_trace, entry)
+        why_not, fused = _why_not(facts, new_trace, entry, is_trial)
     if why_not is None:
         return _Attempt(new_trace, plan.decisions, fused=fused)
     undone = tuple(replace(one, applied=False, reason=f"undone: {why_not}") for one in plan.decisions)
@@ -192,10 +193,10 @@ class _Trials:
         plan = _plan(self.facts, entry, further, parts / STEPS)
         edits = replace(plan, decisions=())
         if edits not in self.known:
-            done = _attempt(self.trace, self.facts, entry, plan)
-            fused = done.fused or _dry_run(done.trace, entry.reader.read(done.trace), entry)[0]
+            done = _attempt(self.trace, self.facts, entry, plan, is_trial=True)
+            fused = done.fused or self.facts.fused
             matmuls = 0 if done.kept_input else num_matmuls(self.facts, plan)
-            self.known[edits] = _Tried(replace(done, fused=fused), _timeline(fused, entry), matmuls)
+            self.known[edits] = _Tried(done, _timeline(fused, entry), matmuls)
         return self.known[edits]
 
 
@@ -328,26 +329,27 @@ def _blaming(*passes: str) -> Iterator[None]:
         raise FusionFixError(f"{place}: {told}") from error
 
 
-def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry) -> tuple[str | None, Graph | None]:
-    """Why the new trace is not kept: it is another program, or the later executors would make another one of it.
+def _why_not(facts: JointFacts, new_trace: TraceCtx, entry: Entry, is_trial: bool) -> tuple[str | None, Graph | None]:
+    """Why the new trace is not kept: it is another program, or the later executors would make another one of it, or fail.
 
     Beside it what a dry run made of the new trace, where one was needed.
     """
+    may_be_misread = bool(_writes(facts) and entry.later)
+    fused = None
     new = entry.reader.read(new_trace)
     try:
         if entry.config.verify:
             verify(facts.joint, new, _allowed(facts.joint, new, entry.config))
         if new.stage == "joint":
             _check_halves(facts, new)
+        if may_be_misread or is_trial:
+            fused = _dry_run(new_trace, new, entry)[0]
     except Exception as error:
         if entry.config.strict:
             raise
         _warn_once(f"thunder_fusionfix: the entry's plan was undone, the trace is as it was ({error})")
         return f"{type(error).__name__}: {error}", None
-    if not (_writes(facts) and entry.later):
-        return None, None
-    fused = _dry_run(new_trace, new, entry)[0]
-    return _misread_memory(facts, fused, entry.config), fused
+    return _misread_memory(facts, fused, entry.config) if may_be_misread and fused is not None else None, fused
 
 
 def _check_halves(facts: JointFacts, new: Graph) -> None:

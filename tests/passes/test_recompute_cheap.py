@@ -20,6 +20,7 @@ from thunder_fusionfix import joint_pipeline
 from thunder_fusionfix._thunder import nvfuser_version, replaced
 from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.effects import short_name
+from thunder_fusionfix.errors import FusionFixError
 from thunder_fusionfix.executor import fusionfix_ex
 from thunder_fusionfix.joint import opened
 from thunder_fusionfix.joint_pipeline import BISECTIONS, NOTHING, RUNGS, STEPS
@@ -465,6 +466,27 @@ def test_search_keeps_the_law_for_any_peaks(peaks, limits):
     low, high = (joint_pipeline.searched(limit, Trials()).peak_bytes for limit in sorted(limits))
     assert low <= high
     assert high <= max(limits) or high == min(peaks[parts] for parts in (NOTHING, 0, *RUNGS))
+
+
+def test_budget_does_without_a_plan_that_later_executors_fail_on(monkeypatch):
+    """Thunder's rematerialization fails on some traces. Such a plan is undone; those that work stay, and the step goes on."""
+    dry_run, calls = joint_pipeline._dry_run, []
+
+    def fails_on_a_rung(*args):
+        calls.append(args)
+        if len(calls) == 3:  # after the trace itself and the default
+            raise KeyError("t150")
+        return dry_run(*args)
+
+    monkeypatch.setattr(joint_pipeline, "_dry_run", fails_on_a_rung)
+    args, options = arguments(TOWER[:7]), {"fusionfix_memory_budget": 1, "fusionfix_strict": False}
+    assert_gradients_equal_float64(tower, args, **options)
+    (report,) = fusionfix_ex.reports
+    assert len(calls) > 3 and report.kept_input is None
+    assert report.budget.num_rebuilds and report.budget.peak_bytes < report.budget.before_bytes
+    calls.clear()
+    with pytest.raises(FusionFixError, match="t150"):
+        traces(tower, args, fusionfix_memory_budget=1)
 
 
 def test_budget_repeats_matmuls_of_one_layer_and_gradients_stay():
