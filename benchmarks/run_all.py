@@ -68,7 +68,7 @@ class Step:
             name, *arguments = self.script
             timed = ["--budget", f"{seconds:.0f}"] if name == "first_step" else []
             return [f"benchmarks/{name}.py", *arguments, *timed, "--out", _from_root(self.file(out))]
-        sizes = {"layers": self.spec.layers, "hidden-size": self.spec.hidden_size}
+        sizes = {"layers": self.spec.layers, "hidden-size": self.spec.hidden_size, "batch": self.spec.batch}
         line = ["-m", "thunder_fusionfix.bench", self.spec.model, "--optimizer", self.spec.optimizer]
         line += [word for name, size in sizes.items() if size is not None for word in (f"--{name}", str(size))]
         line += ["--variants", ",".join(self.variants)]
@@ -162,7 +162,6 @@ def batches() -> tuple[tuple[Step, ...], ...]:
             _bench("vit", "vit", SHORT, 110, 5, 300, layers=2),
             _bench("gpt2", "gpt2", SHORT, 110, 10, 300, layers=2),
             _bench("vit, batch 64", "vit", SHORT, 110, 10, 300, layers=2, batch=64),  # the GPU's time, not the host's
-            _bench("gpt2, batch 8", "gpt2", SHORT, 110, 15, 300, layers=2, batch=8),
             _bench("12 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 200, 5, 510, layers=12, hidden_size=28),
             _bench("4 layers, for the slope", "qwen2.5-7b", ("torchcompile",), 80, 5, 300, layers=4, hidden_size=28),
         ),

@@ -8,7 +8,8 @@ Thunder's one caller of it gets the function that is there.
 
 `mend_gradient_rules`: Thunder 0.2.6 takes an executor's gradient rule for an operator that the executor's own checker refuses, if
 the executor can fuse what the operator is made of. nvFuser's rule for `cross_entropy` then gets what it was not written for: label
-smoothing and class weights are left out without a word, and a loss of bfloat16 logits (GPT-2, GPT-NeoX, ViT) does not compile.
+smoothing and class weights are left out without a word, a label >= 0 that is ignored gets a gradient, and a loss of bfloat16 logits
+(GPT-2, GPT-NeoX, ViT) does not compile.
 
     >>> mend_nvfuser(), mend_gradient_rules()   # already done on import: nothing is left to mend
     (False, False)
@@ -107,7 +108,7 @@ def mend_gradient_rules() -> bool:
     @functools.wraps(find)
     def find_accepted(bsym: Any, **kwargs: Any) -> tuple[Callable | None, Any]:
         rule, executor = find(bsym, **kwargs)
-        if executor is None or _accepts(executor, bsym):
+        if executor is None or executor.can_execute(bsym):
             return rule, executor
         return transforms._grad_fn_map.get(bsym.sym.id), None
 
@@ -115,16 +116,6 @@ def mend_gradient_rules() -> bool:
     for module in (transforms, thunder.transforms.autodiff):  # the second imported the name
         module._get_gradfn_and_executor = find_accepted
     return True
-
-
-def _accepts(executor: Any, bsym: Any) -> bool:
-    """True where the executor's checker accepts the operator, or refuses it only for a label >= 0 that is ignored: its rule can that."""
-    if executor.can_execute(bsym):
-        return True
-    if bsym.sym.id != "torch.nn.functional.cross_entropy" or len(bsym.args) < 5:
-        return False
-    logits, target, weight, average, _, *rest = bsym.args
-    return executor.can_execute(bsym.from_bsym(args=(logits, target, weight, average, -100, *rest)))
 
 
 def nvfuser_works() -> bool:
