@@ -9,7 +9,7 @@ a fusion region are. What ATen itself copies, with or without the entry, is not 
     >>> values = {"x": Value("x", (1, 1024, 768), "bf16", "cuda:0"), "w": Value("w", (50257, 768), "bf16", "cuda:0"),
     ...           "y": Value("y", (1, 1024, 50257), "bf16", "cuda:0")}
     >>> copies_of(op, values, {"x": (786432, 768, 1), "w": (768, 1)}).at_peak
-    (('copies for y', 51462144),)
+    (('copies for y', 102924288),)
 """
 
 from __future__ import annotations
