@@ -271,7 +271,9 @@ def test_count_made_while_dynamo_runs_another_thread_is_not_taken_for_another(na
     finally:
         over.set()
         thread.join()
-    assert there is not None and there[0].python > cotangents._counted(cotangents._nobody_else).python
+    here = cotangents._counted(cotangents._nobody_else)
+    assert there is not None and there[0].python >= here.python
+    is_quiet = there[0].python > here.python  # no thread of an earlier test is still in Dynamo
     for _ in range(2):  # before and after this thread has asked for itself
         function, x, kept = Function(), leaf(), []
         y = function(x)
@@ -281,7 +283,7 @@ def test_count_made_while_dynamo_runs_another_thread_is_not_taken_for_another(na
             torch.testing.assert_close(given, 2 * y.detach())
         torch.testing.assert_close(x.grad, 18 * x.detach())
         engine_references()
-    assert function.freed == [names == 0]
+    assert function.freed == [names == 0] or (function.freed == [False] and not is_quiet)
 
 
 class Listener(TorchFunctionMode):
