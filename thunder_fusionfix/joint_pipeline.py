@@ -239,9 +239,8 @@ def searched(limit: int, trials: _Trials) -> _Tried:
         if best.peak_bytes <= limit:
             return _least(limit, best, low, high, trials)
         low = high
-    if (
-        trials.before_bytes < best.peak_bytes
-    ):  # what is made again may need more than what is saved, as in one layer alone
+    # what is made again may need more than what is saved, as in one layer alone
+    if trials.before_bytes < best.peak_bytes:
         tried = trials.run(NOTHING)
         best = tried if tried.peak_bytes < best.peak_bytes else best
     return best

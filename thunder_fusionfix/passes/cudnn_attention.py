@@ -18,10 +18,11 @@ changed by then. It tells from the log-sum-exp, which is ``[batch, heads, length
 after the flash one. Where no backward of the trace takes it, nothing else may see which it is.
 
 Stage: joint, inference. Needs: dropout 0, no mask (the flash kernel has none). Keeps: arguments, outputs, dtypes, the result's strides,
-what is saved and its bytes. Copies: tensors that cuDNN would misread, `_as_cudnn_reads`. Changes: the order of sums, within the distance of both kernels from float32. Left alone: dropout, which
-would draw other numbers; a forward whose outputs anything but its own backward takes; memory-efficient attention, which Thunder
-chooses for masks and float32. Invariants: no way reads the device, so a CUDA graph can record it. Predictions count the workspace of
-the backward, of the kernel that needs more (`attention_workspace`), but not `_as_cudnn_reads`.
+what is saved and its bytes. Copies: tensors that cuDNN would misread, `_as_cudnn_reads`; where such a copy lies in another order of dims
+the result does too. Changes: the order of sums, within the distance of both kernels from float32. Left alone: dropout, which would draw
+other numbers; a forward whose outputs anything but its own backward takes; memory-efficient attention, which Thunder chooses for masks
+and float32. Invariants: no way reads the device, so a CUDA graph can record it. Predictions count the workspace of the backward, of the
+kernel that needs more (`attention_workspace`), but not `_as_cudnn_reads`.
 """
 
 from __future__ import annotations
