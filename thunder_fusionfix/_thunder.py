@@ -415,6 +415,7 @@ from thunder.core.trace import tracectx as tracectx
 from thunder.core.transform_common import Transform as Transform
 from thunder.core.transforms import TraceTag as TraceTag
 from thunder.executors.pythonex import clear_mutable_collection as clear_mutable_collection
+from thunder.executors.torchex import contiguous as contiguous
 from thunder.extend import get_always_executors as get_always_executors
 from thunder.plugins import register_plugin as register_plugin
 
@@ -462,13 +463,22 @@ def make_executable(definition: Any) -> None:
     del definition._fusion  # the cache has taken it over
 
 
-# ---------------------------------------------------------------- what cotangents.py, executor.py and passes/cudnn_attention.py need
+# ---------------------------------------------------------------- what addmm.py, cotangents.py, executor.py and passes/cudnn_attention.py need
 
 from thunder import torch as ltorch
+from thunder.core.prims import get_grad as get_grad
+from thunder.core.prims import put_grad as put_grad
+from thunder.core.transforms import register_grad as register_grad
+from thunder.dynamo.utils import (
+    try_execute_thunder_symbol as try_execute_thunder_symbol,  # how ThunderFX asks about an FX node
+)
 from thunder.executors import sdpaex as sdpaex  # its symbols of flash attention, and what they run
 from thunder.executors.torch_autograd import connect_to_autograd as connect_to_autograd
 from thunder.extend import FUEL_LEVEL as FUEL_LEVEL
 from thunder.extend import OperatorExecutor as OperatorExecutor
+from thunder.torch import (
+    _torch_to_thunder_function_map as _torch_to_thunder_function_map,  # what Thunder traces for a function of torch
+)
 
 
 def given_options(prefix: str, texts: Mapping[str, str]) -> dict[str, Any]:

@@ -212,6 +212,15 @@ for _name, _like, _fn in (
     fusionfix_ex.register_operator(_name, meta=_like.meta, fn=_fn, tags=_like.tags)
 
 
+def _addmm(*args: Any, **kwargs: Any) -> TensorProxy:
+    from thunder_fusionfix.addmm import traced  # late, as in `fusion_pass`
+
+    return traced(current_config().take_addmm, *args, **kwargs)
+
+
+fusionfix_ex._lookasides[torch.addmm] = _addmm
+
+
 # ---------------------------------------------------------------- what is claimed
 
 
