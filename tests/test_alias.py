@@ -12,6 +12,7 @@ from helpers import BF16, F32, GraphBuilder
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from thunder_fusionfix.alias import Sharing, aliases
+from thunder_fusionfix.effects import FLASH
 from thunder_fusionfix.model import Graph, Op, Ref, Value
 
 # ---------------------------------------------------------------- single ops
@@ -216,6 +217,24 @@ def test_storage_of_expanded_argument_counts_no_repeats() -> None:
     assert found.storages[found.storage_of["x"]].nbytes == 16
 
 
+@pytest.mark.parametrize(
+    ("strides", "expected"),
+    [
+        ((3072, 256, 64, 1), (3072, 768, 64, 1)),  # row-major but for gaps
+        ((3072, 64, 256, 1), (3072, 64, 256, 1)),  # heads innermost but one, as a transposed projection has them
+        ((0, 64, 256, 1), None),  # a repeated dim has no place in the order
+        (None, None),
+    ],
+)
+def test_flash_attention_gives_its_result_in_the_order_of_its_query(strides, expected) -> None:
+    """So the permute and contiguous that follow are views where the query was permuted."""
+    build = GraphBuilder()
+    q = build.arg("q", (2, 4, 12, 64), strides=strides)
+    out = build.op(FLASH, q, q, q, out="out", shape=(2, 4, 12, 64))
+    found = aliases(build.returns(out))
+    assert found.strides["out"] == expected
+
+
 # ---------------------------------------------------------------- regions
 
 
@@ -278,19 +297,84 @@ def test_region_layout_and_copy_of_a_computed_output_alias_that_output(name) -> 
     assert found.strides["t"] == (1, 2)
 
 
-@COMPILERS
-def test_region_layout_of_a_computed_value_that_is_no_output_has_memory_of_its_own(name) -> None:
+def test_inductors_layout_of_a_computed_value_that_is_no_output_has_memory_of_its_own() -> None:
     """Where the computed value itself never leaves, its transpose is written row-major, and the next layout aliases that."""
 
     def body(build, x, c):
         t = build.op("prims.transpose", c, (1, 0), out="t", shape=(2, 4))
         build.op("prims.transpose", t, (1, 0), out="u", shape=(4, 2))
 
-    found = aliases(region(name, "t u", body))
+    found = aliases(region("TorchCompile0", "t u", body))
     assert found.strides["t"] == (4, 1)
     assert found.sharing("t", "u") is Sharing.CERTAIN
     assert found.strides["u"] == (1, 4)
     assert found.sharing("x", "t") is Sharing.NONE
+
+
+@pytest.mark.parametrize("outputs", ["t u", "u t", "t", "s t"])
+def test_nvfusers_layouts_of_a_computed_value_that_is_no_output_keep_that_value(outputs) -> None:
+    """They are views of it, in whatever order they leave, and it is written whole for one row of it."""
+
+    def body(build, x, c):
+        t = build.op("prims.transpose", c, (1, 0), out="t", shape=(2, 4))
+        build.op("prims.transpose", t, (1, 0), out="u", shape=(4, 2))
+        build.op("prims.slice_prim", c, (1, 0), (2, 2), (1, 1), out="s", shape=(1, 2))
+
+    found = aliases(region("nvFusion0", outputs, body))
+    names = outputs.split()
+    assert len({found.storage_of[name] for name in names}) == 1
+    assert found.storages[found.storage_of["t"]].nbytes == 32
+    assert {name: found.strides[name] for name in names} == {
+        name: {"t": (1, 2), "u": (2, 1), "s": (2, 1)}[name] for name in names
+    }
+    assert all(found.sharing("x", name) is Sharing.NONE for name in names)
+
+
+def test_a_slice_costs_nvfuser_the_whole_and_inductor_itself() -> None:
+    """A row of what a region computes: nvFuser writes all rows and gives a view, Inductor computes the row."""
+
+    def body(build, x, c):
+        build.op("prims.slice_prim", c, (1, 0), (2, 2), (1, 1), out="s", shape=(1, 2))
+
+    def nbytes(name):
+        found = aliases(region(name, "s", body))
+        return found.storages[found.storage_of["s"]].nbytes
+
+    assert (nbytes("nvFusion0"), nbytes("TorchCompile0")) == (32, 8)
+
+
+def test_a_slice_that_is_computed_with_leaves_alone() -> None:
+    """A cast after the slice is new memory, of the slice's size."""
+
+    def body(build, x, c):
+        s = build.op("prims.slice_prim", c, (1, 0), (2, 2), (1, 1), out="s", shape=(1, 2))
+        build.op("prims.convert_element_type", s, BF16, out="n", shape=(1, 2), dtype="bf16")
+
+    found = aliases(region("nvFusion0", "n", body))
+    assert found.storages[found.storage_of["n"]].nbytes == 4
+
+
+@pytest.mark.parametrize("width", [0, 1])
+def test_nvfusers_pad_by_nothing_is_a_view(width) -> None:
+    """A convolution's pad of (0, 0) gives the input; a pad of anything is new memory."""
+
+    def body(build, x, c):
+        build.op("prims.pad", x, 0.0, ((0, width, 0), (0, 0, 0)), out="p", shape=(4 + width, 2))
+
+    found = aliases(region("nvFusion0", "p c", body))
+    assert found.sharing("x", "p") is (Sharing.NONE if width else Sharing.CERTAIN)
+
+
+@COMPILERS
+def test_region_views_that_leave_before_what_they_view_share_its_memory(name) -> None:
+    """The order of a region's outputs says nothing of who views whom."""
+
+    def body(build, x, c):
+        build.op("prims.transpose", c, (1, 0), out="t", shape=(2, 4))
+
+    found = aliases(region(name, "t c", body))
+    assert found.sharing("t", "c") is Sharing.CERTAIN
+    assert len({found.storage_of[name] for name in ("t", "c")}) == 1
 
 
 def test_region_cast_of_an_input_as_a_passenger_is_a_new_tensor() -> None:

@@ -11,6 +11,9 @@ What is known:
   torch makes dense; nvFuser's outputs are taken for row-major, as its allocator makes them. Unknown stays unknown.
 - an output of a fusion region that is a layout, a copy or a cast to its own dtype of an *input*, or of another *output*, has the
   memory of that input or output (seen with nvFuser 0.2.36 for transpose, reshape, slice and expand); so it is with Inductor.
+- an output of an nvFusion that views a value that the region computes and keeps to itself keeps that value, whole: one row of a
+  layer norm holds all rows (seen with nvFuser 0.2.36 for slices of a cast, a layer norm, a softmax and a sum, and for the slice,
+  reshape and transpose of a gradient: ViT's class token and patches). Inductor computes the slice alone.
 - dims that a broadcast repeats take no memory, in torch's views and in the outputs of both compilers.
 - ``copy_`` gives its destination, also inside a region; an operation without a row in `effects` may do anything to its inputs.
 
@@ -292,12 +295,15 @@ class _Walk:
                     self.may_share(id, self.storage_of[source])
             return frozenset(inputs)
         inside = inside_of(op, self.graph.values, self.strides)
-        for name in outputs:
-            seen = inside.values.get(name)
+        found = inside.values
+        for name in sorted(outputs, key=lambda name: name in found and found[name].anchor != name):  # anchors first
+            seen = found.get(name)
             if seen is None:
                 self.add_dense(name, None)
             elif seen.anchor is not None and seen.anchor != name and seen.anchor in self.storage_of:
                 self.share(name, seen.anchor, seen.strides)
+            elif (whole := inside.kept_whole(name)) is not None:
+                self.add(name, self.graph.values[whole].nbytes, seen.strides)
             else:
                 self.add_dense(name, seen.strides)
         for name in outputs:
@@ -403,8 +409,22 @@ def _attention_strides(op: Op, shape: Shape, strides: Mapping[str, Strides | Non
     if op.id == _EFFICIENT_ATTENTION:
         batch, length, heads, width = row_major((shape[0], shape[2], shape[1], shape[3]))
         return batch, heads, length, width
-    is_dense = _is_dense(shape, strides.get(query))
-    return row_major(shape) if is_dense and shape[3] % 8 == 0 else None
+    return _packed_as(shape, strides.get(query)) if shape[3] % 8 == 0 else None
+
+
+def _packed_as(shape: Shape, strides: Strides | None) -> Strides | None:
+    """Strides of a new tensor whose dims lie in the order in which those of one with ``strides`` do; None where that is no order.
+
+    >>> _packed_as((2, 3, 4, 8), (300, 8, 70, 1))
+    (96, 8, 24, 1)
+    """
+    if strides is None or len({stride for size, stride in zip(shape, strides) if size != 1} - {0}) < sum(
+        size != 1 for size in shape
+    ):
+        return None
+    order = sorted(range(len(shape)), key=lambda dim: (-strides[dim], shape[dim]))
+    packed = dict(zip(order, row_major(tuple(shape[dim] for dim in order))))
+    return tuple(packed[dim] for dim in range(len(shape)))
 
 
 def _is_dense(shape: Shape | None, strides: Strides | None) -> bool:
@@ -430,6 +450,7 @@ class Seen(NamedTuple):
 
     anchor: str | None
     strides: Strides | None
+    root: str | None = None  # the value of which it is a view, or itself; None for inputs and what they give
 
 
 @dataclass(frozen=True)
@@ -439,6 +460,11 @@ class Inside:
     values: Mapping[str, Seen]  # every name that the region's leaves take or give
     may_share: Mapping[str, tuple[str, ...]]  # an output to the inputs and outputs whose memory it may have
     written: frozenset[str]  # inputs that the region writes
+
+    def kept_whole(self, output: str) -> str | None:
+        """The value that the region writes out whole because ``output``, which has memory of its own, is a view of it."""
+        seen = self.values[output]
+        return seen.root if seen.anchor == output != seen.root else None
 
 
 def inside_of(op: Op, values: Mapping[str, Value], strides: Mapping[str, Strides | None]) -> Inside:
@@ -466,11 +492,16 @@ class _InsideWalk:
     seen: dict[str, Seen] = field(default_factory=dict)
     doubts: dict[str, tuple[str, ...]] = field(default_factory=dict)  # a value to the anchors that it may share with
     written: set[str] = field(default_factory=set)  # anchors
+    viewed: dict[str, str] = field(default_factory=dict)  # a root that is no output to the output that keeps it
+
+    @cached_property
+    def is_nvfusers(self) -> bool:
+        return self.region.id.startswith("nvFusion")
 
     def visit(self, leaf: Op) -> None:
         effect = effect_of(leaf)
         strides = {name: self.seen[name].strides for name in leaf.inputs if name in self.seen}
-        made = None if effect.writes else rearranged(leaf, self.values, strides)
+        made = None if effect.writes else self.made(leaf, strides)
         reached = self.reached(leaf.inputs)
         destinations = self.reached(tuple(_destinations(leaf, effect))) or reached
         for name in leaf.outputs:
@@ -483,7 +514,7 @@ class _InsideWalk:
                 self.seen[name] = self.rearrange(name, made)
                 self.doubts[name] = self.reached((made.source,))
             else:
-                self.seen[name] = Seen(self.own(name), self.computed(leaf, name, strides))
+                self.seen[name] = Seen(self.own(name), self.computed(leaf, name, strides), name)
                 self.doubts[name] = reached if _may_give_inputs(effect) else ()
         if effect.writes:
             self.written.update(destinations)
@@ -494,17 +525,26 @@ class _InsideWalk:
         """The anchor of a value that is new memory: itself where it leaves the region."""
         return name if name in self.region.outputs else None
 
+    def made(self, leaf: Op, strides: Mapping[str, Strides | None]) -> Made | None:
+        """`rearranged`; to nvFuser a pad by nothing is a view."""
+        source = source_of(leaf)
+        if self.is_nvfusers and source is not None and source in strides and _pads_nothing(leaf):
+            return Made(source, Viewed.YES, strides[source])
+        return rearranged(leaf, self.values, strides)
+
     def rearrange(self, name: str, made: Made) -> Seen:
         if made.viewed is not Viewed.YES:
-            return Seen(self.own(name), made.strides)
-        anchor = self.seen[made.source].anchor
-        if anchor is None and name in self.region.outputs:
-            return Seen(name, _packed(self.values[name], made.strides))
-        return Seen(anchor, made.strides)
+            return Seen(self.own(name), made.strides, name)
+        source = self.seen[made.source]
+        if source.anchor is not None or name not in self.region.outputs:
+            return Seen(source.anchor, made.strides, source.root)
+        if not self.is_nvfusers or source.root is None:
+            return Seen(name, _packed(self.values[name], made.strides), name)
+        return Seen(self.viewed.setdefault(source.root, name), made.strides, source.root)
 
     def computed(self, leaf: Op, name: str, strides: Mapping[str, Strides | None]) -> Strides | None:
         """nvFuser makes what it computes row-major; Inductor keeps the strides that torch would give."""
-        if not self.region.id.startswith("nvFusion"):
+        if not self.is_nvfusers:
             return computed_strides(leaf, self.values, strides, name)
         shape = self.values[name].shape
         return None if shape is None else row_major(shape)
@@ -528,6 +568,12 @@ class _InsideWalk:
 def _destinations(op: Op, effect: Effect) -> list[str]:
     """Names of the arguments that a writing op changes, where they are given by position."""
     return [name for index in effect.writes for name in refs(op.args[index : index + 1])]
+
+
+def _pads_nothing(op: Op) -> bool:
+    """True for ``prims.pad`` by (0, 0, 0) along every dim."""
+    widths = op.args[2] if op.id == "prims.pad" and len(op.args) > 2 else None
+    return isinstance(widths, tuple) and all(width == (0, 0, 0) for width in widths)
 
 
 def _packed(value: Value, strides: Strides | None) -> Strides | None:

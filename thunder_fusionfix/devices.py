@@ -21,6 +21,10 @@ MIB = 2**20
 # What a process takes of the GPU outside of torch's allocator: the CUDA context, kernels' code, libraries' own buffers.
 CONTEXT_BYTES = 600 * MIB
 
+# What torch gives to cuBLASLt, which runs products that add a bias, once such a product has run, unless CUBLASLT_WORKSPACE_SIZE says
+# otherwise. Source: aten/src/ATen/cuda/CUDABlas.cpp; on an H200 six models with biases had it, two without had not.
+LT_WORKSPACE_BYTES = MIB
+
 
 @dataclass(frozen=True, slots=True)
 class Device:

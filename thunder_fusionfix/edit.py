@@ -10,7 +10,7 @@ What the plan leaves alone is not looked into: the names of an op come from its 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from thunder_fusionfix._thunder import (
     TraceProvenance,
     TraceTag,
     clear_mutable_collection,
+    contiguous,
     dtypes,
     from_trace,
     get_always_executors,
@@ -299,12 +300,10 @@ class _Editor:
 
     def _claim(self, bsym: BoundSymbol) -> list[BoundSymbol]:
         """What Thunder's executors of last resort run for ``bsym``."""
-        for executor in get_always_executors():
-            if executor.can_execute(bsym):
-                symbol = executor.get_execution_transform(bsym) or executor.implmap[bsym.sym.id].symbol
-                claimed = self._record(symbol, bsym.args, bsym.kwargs)
-                if claimed:
-                    return claimed
+        for symbol, args in of_last_resort(bsym):
+            claimed = self._record(symbol, args, bsym.kwargs)
+            if claimed:
+                return claimed
         raise UnsupportedTraceError(f"no executor of last resort runs {bsym.sym.name}")
 
     def _argument(self, arg: Arg) -> Any:
@@ -313,6 +312,20 @@ class _Editor:
         if isinstance(arg, tuple):
             return tuple(self._argument(item) for item in arg)
         return _constant(arg.text) if isinstance(arg, Const) else arg
+
+
+def of_last_resort(bsym: BoundSymbol) -> Iterator[tuple[Callable, Sequence[Any]]]:
+    """The symbols by which Thunder's executors of last resort run ``bsym``, and their arguments.
+
+    A row-major ``stride_order`` is run as ``contiguous``, which gives its input where that is row-major; Thunder's own copies always.
+    """
+    if bsym.sym.id is PrimIDs.STRIDE_ORDER:
+        tensor, order = bsym.args
+        if tuple(order) == tuple(reversed(range(tensor.ndim))):
+            yield contiguous, (tensor,)
+    for executor in get_always_executors():
+        if executor.can_execute(bsym):
+            yield executor.get_execution_transform(bsym) or executor.implmap[bsym.sym.id].symbol, bsym.args
 
 
 def _bound_by(op: NewOp, source: TensorProxy) -> Hashable:

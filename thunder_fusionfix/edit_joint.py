@@ -18,12 +18,12 @@ from thunder_fusionfix._thunder import (
     TraceCtx,
     TraceProvenance,
     from_trace,
-    get_always_executors,
     keep_object_names,
     tracectx,
     tree_iter,
     variableify,
 )
+from thunder_fusionfix.edit import of_last_resort
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.joint import Anchor, Clone, Insert, JointPlan, Site
 from thunder_fusionfix.read import positioned
@@ -199,15 +199,13 @@ class _Editor:
             return [bsym.from_bsym(subsymbols=())]
         if bsym.subsymbols:
             return [claimed for sub in bsym.subsymbols for claimed in self.claimed(sub.from_bsym(tags=set(bsym.tags)))]
-        for executor in get_always_executors():
-            if executor.can_execute(bsym):
-                symbol = executor.get_execution_transform(bsym) or executor.implmap[bsym.sym.id].symbol
-                made = self.recorded(symbol, bsym.args, bsym.kwargs)
-                swap = {variableify(made[-1].output): bsym.output} if made else {}
-                return [
-                    one.from_bsym_swap_proxies(swap).from_bsym(subsymbols=(), header=bsym.header, tags=set(bsym.tags))
-                    for one in made
-                ]
+        for symbol, args in of_last_resort(bsym):
+            made = self.recorded(symbol, args, bsym.kwargs)
+            swap = {variableify(made[-1].output): bsym.output} if made else {}
+            return [
+                one.from_bsym_swap_proxies(swap).from_bsym(subsymbols=(), header=bsym.header, tags=set(bsym.tags))
+                for one in made
+            ]
         raise UnsupportedTraceError(f"no executor of last resort runs {bsym.sym.name}")
 
     def recorded(

@@ -21,7 +21,7 @@ Rules, each as the run-time does it:
   returns where autograd is not split (ThunderFX) and the trace does not take it over (`own_cotangents`). Outputs that nobody sends a gradient to get one of zeros.
 - A gradient of a parameter is added to the gradient from before, in place; without one it stays.
 - Every thread that multiplies matrices has a cuBLAS handle with a workspace: one for the forwards, one for the
-  backwards.
+  backwards. Linear layers with a bias run by cuBLASLt, which has a workspace of its own.
 
 One set of constants serves all programs: the workspace comes from `devices`, the optimizers from `OPTIMIZERS`, the rest
 is measured nowhere and follows from the Graphs.
@@ -45,7 +45,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from thunder_fusionfix.alias import Aliases
-from thunder_fusionfix.devices import DEFAULT, find
+from thunder_fusionfix.devices import DEFAULT, LT_WORKSPACE_BYTES, find
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.model import UNPACK, Graph, Holder, Op, Struct, refs
@@ -287,12 +287,13 @@ class _Step:
         handles = any(_multiplies(part.forward) for part in self.parts) + any(
             _multiplies(part.backward) for part in self.parts if part.backward is not None
         )
+        biased = any(_adds_bias(part.forward) for part in self.parts)
         return {
             "parameters": parameters,
             "inputs": sum(self.sizes[key] for key in outside - self.needs_grad.keys()),
             "gradients": sum(self.needs_grad.values()) if self.optimizer.keeps_gradients else 0,
             "optimizer state": self.optimizer.state * parameters,
-            "cuBLAS workspaces": handles * self.workspace_bytes,
+            "cuBLAS workspaces": handles * self.workspace_bytes + biased * LT_WORKSPACE_BYTES,
         }
 
     def _outside(self, at: int) -> Iterator[Key]:
@@ -523,3 +524,13 @@ def _hides_memory(op: Op) -> bool:
 def _multiplies(graph: Graph) -> bool:
     """True where some op multiplies matrices, and so needs a cuBLAS handle."""
     return any(effect_of(leaf).kind is Kind.MATMUL for op in graph.ops if op.id != UNPACK for leaf in op.leaves)
+
+
+def _adds_bias(graph: Graph) -> bool:
+    """True where some product of matrices adds a bias, by a third tensor."""
+    return any(
+        effect_of(leaf).kind is Kind.MATMUL and len(refs(leaf.args[:3])) == 3
+        for op in graph.ops
+        if op.id != UNPACK
+        for leaf in op.leaves
+    )
