@@ -463,7 +463,7 @@ def make_executable(definition: Any) -> None:
     del definition._fusion  # the cache has taken it over
 
 
-# ---------------------------------------------------------------- what addmm.py, cotangents.py, executor.py and passes/cudnn_attention.py need
+# ---------------------------------------------------------------- what take_addmm.py, cotangents.py, executor.py and passes/cudnn_attention.py need
 
 from thunder import torch as ltorch
 from thunder.core.prims import get_grad as get_grad

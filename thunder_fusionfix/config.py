@@ -31,6 +31,7 @@ class FusionFixConfig:
     reorder: bool = True  # ops run in the order that needs the least memory
     share_fusions: bool = True  # equal fusion regions compile once
     take_addmm: bool = True  # entry: addmm with a bias is a linear layer to Thunder, no place to split the program
+    widen_losses: bool = True  # entry: a cross entropy of 16-bit logits is computed in float32, which nvFuser can fuse
     fold_matmuls: bool = True  # entry: linear layers and matmuls of an N-D tensor choose their kernel at run time
     pad_matmuls: bool = True  # entry: products whose rows start off 16-byte steps run padded where that pays
     claim_layouts: bool = True  # entry: layouts that a fusion would only carry stay out of it

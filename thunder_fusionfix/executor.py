@@ -212,13 +212,22 @@ for _name, _like, _fn in (
     fusionfix_ex.register_operator(_name, meta=_like.meta, fn=_fn, tags=_like.tags)
 
 
+# ---------------------------------------------------------------- what is traced otherwise
+
+
 def _addmm(*args: Any, **kwargs: Any) -> TensorProxy:
-    from thunder_fusionfix.addmm import traced  # late, as in `fusion_pass`
+    from thunder_fusionfix.take_addmm import traced  # late, as in `fusion_pass`
 
     return traced(current_config().take_addmm, *args, **kwargs)
 
 
-fusionfix_ex._lookasides[torch.addmm] = _addmm
+def _cross_entropy(*args: Any, **kwargs: Any) -> TensorProxy:
+    from thunder_fusionfix.widen_losses import traced
+
+    return traced(current_config().widen_losses, *args, **kwargs)
+
+
+fusionfix_ex._lookasides.update({torch.addmm: _addmm, torch.nn.functional.cross_entropy: _cross_entropy})
 
 
 # ---------------------------------------------------------------- what is claimed

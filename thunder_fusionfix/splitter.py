@@ -11,7 +11,7 @@ Invariants:
   dtype, device, layout and need of a gradient, in equal places. A node that takes anything else is asked about each time.
 - A verdict lasts for one graph: what Thunder can run may change between two.
 
-Goes with `share_fusions`, by the same option. (`share` and `addmm` are imported late: this module is imported on joining
+Goes with `share_fusions`, by the same option. (`share` and `take_addmm` are imported late: this module is imported on joining
 Thunder, which may happen while they are.)
 """
 
@@ -72,7 +72,7 @@ def _is_wanted(options: dict[str, Any]) -> bool:
 
 
 def install() -> None:
-    """Puts the memory, and what `addmm` knows, before ThunderFX's question; where it is there already, nothing changes."""
+    """Puts the memory, and what `take_addmm` knows, before ThunderFX's question; where it is there already, nothing changes."""
     if not hasattr(splitter.is_node_supported_by_thunder, "_asks_once"):
         splitter.is_node_supported_by_thunder = asking_once(taking_addmm(splitter.is_node_supported_by_thunder))
 
@@ -82,7 +82,7 @@ def taking_addmm(ask: Callable) -> Callable:
 
     @functools.wraps(ask)
     def is_node_supported_by_thunder(node: torch.fx.Node, thunder_options: dict[str, Any]) -> tuple[bool, Any]:
-        from thunder_fusionfix.addmm import is_linear
+        from thunder_fusionfix.take_addmm import is_linear
 
         answer = ask(node, thunder_options)
         return (True, None) if not answer[0] and is_linear(node, thunder_options) else answer

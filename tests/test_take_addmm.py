@@ -1,4 +1,4 @@
-"""Laws of `addmm`: what a linear layer computes under another name is one to Thunder, and nothing else is taken for one."""
+"""Laws of `take_addmm`: what a linear layer computes under another name is one to Thunder, and nothing else is taken for one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from runs import distance
 from thunder.dynamo import ThunderCompiler
 
-from thunder_fusionfix.addmm import linear_of
 from thunder_fusionfix.errors import UnsupportedTraceError
+from thunder_fusionfix.take_addmm import linear_of
 from thunder_fusionfix.transform import FusionFixTransform
 
 ENTRY = ("fusionfix",)
