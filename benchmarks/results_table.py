@@ -84,8 +84,8 @@ def table(runs: Sequence[tuple[str, Run]]) -> Iterator[str]:
         yield from (
             f"**{run.spec.title}**",
             "",
-            "| variant | peak MB | of plain | step ms | of plain | predicted peak | gradient distance |",
-            "|---|---|---|---|---|---|---|",
+            "| variant | peak MB | of plain | step ms | of plain | kernels ms | predicted peak | gradient distance |",
+            "|---|---|---|---|---|---|---|---|",
         )
         for name in ordered(run.variants):
             status = run.variants[name].get("status", "not measured")
@@ -113,13 +113,14 @@ def _others(run: Run) -> Iterator[str]:
 def _cells(run: Run, name: str, plain: object) -> Iterator[str]:
     measured = measured_of(run, name)
     if not measured.get("peak_bytes"):
-        yield from "------"
+        yield from "-------"
         return
     predicted = run.predictions.get(name, {}).get("peak_bytes")
     yield megabytes(measured["peak_bytes"])
     yield _ratio_text(_ratio("peak", measured, plain))
     yield f"{measured['step_ms']['median']:.1f}" if measured.get("step_ms") else "-"
     yield _ratio_text(_ratio("step", measured, plain))
+    yield f"{measured['kernel_ms']:.1f}" if measured.get("kernel_ms") else "-"
     yield "-" if predicted is None else f"{predicted / measured['peak_bytes'] - 1:+.1%}"
     distance = measured.get("gradient_distance")
     yield "-" if distance is None else f"{distance:.1e}"

@@ -137,7 +137,7 @@ def _flat(text: str) -> str:
 
 COLUMNS = (
     "variant", "peak MB", "reserved MB", "predicted MB", "off", "saved MB", "backward start MB", "step ms", "spread ms",
-    "first step s", "launches", "gradient distance",
+    "kernels ms", "first step s", "launches", "gradient distance",
 )  # fmt: skip
 
 
@@ -168,6 +168,7 @@ def _cells(measured: Mapping[str, Any], prediction: Mapping[str, Any]) -> tuple[
         megabytes(measured.get("backward_start_bytes")),
         _number(step.get("median"), 1),
         _number(step.get("spread"), 2),
+        _number(measured.get("kernel_ms"), 1),
         _number(first, 0),
         _number(measured.get("launches"), 0),
         "-" if distance is None else f"{distance:.2e}",
