@@ -36,6 +36,7 @@ from thunder_fusionfix._thunder import (
     prims,
     register_executor,
     sdpaex,
+    untested_versions,
 )
 from thunder_fusionfix.config import PREFIX, FusionFixConfig, option_names
 from thunder_fusionfix.effects import ATTENTION, ATTENTION_BACKWARD
@@ -224,7 +225,10 @@ def _addmm(*args: Any, **kwargs: Any) -> TensorProxy:
 def _cross_entropy(*args: Any, **kwargs: Any) -> TensorProxy:
     from thunder_fusionfix.widen_losses import traced
 
-    return traced(current_config().widen_losses, *args, **kwargs)
+    config = current_config()
+    acts = _transforms() and (config.untested_versions or not untested_versions())
+    cuts_from = config.cut_rows_min_bytes if config.ignore_cut_rows and acts and config.fuel is None else None
+    return traced(config.widen_losses, cuts_from, *args, **kwargs)
 
 
 fusionfix_ex._lookasides.update({torch.addmm: _addmm, torch.nn.functional.cross_entropy: _cross_entropy})

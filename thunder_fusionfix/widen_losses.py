@@ -13,32 +13,94 @@ once, at the end, where eager rounds each logarithm: results are closer to those
 
 Stage: the executor entry, before a program is traced. Takes: logits [rows, classes] of bfloat16 or float16 on a GPU, the mean over rows,
 no weights, no label smoothing, an ``ignore_index`` below 0: what nvFuser's checker takes in float32. Needs nvFuser behind the entry.
+
+Leaves: rows that are cut out of two sequences or more, as logits[:, :-1], where no pass will put the cut right (`ignore_cut_rows`, from
+``cut_rows_min_bytes`` on): nvFuser 0.2.36 cannot compile the backward of such a loss. And transposed logits, which nobody tried.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from math import prod
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
-from thunder_fusionfix._thunder import TensorProxy, dtypes, get_compile_data, ltorch, nvfuser_impl
+from thunder_fusionfix._thunder import (
+    BoundSymbol,
+    PrimIDs,
+    TensorProxy,
+    dtypes,
+    get_compile_data,
+    get_tracectx,
+    ltorch,
+    nvfuser_impl,
+    prims,
+)
 
 NAME = "widen_losses"
 NARROW = (dtypes.bfloat16, dtypes.float16)
+MAX_ROWS = 1.25
+"""As `ignore_cut_rows` has it: all rows are at most so many times those that are left."""
 _SIGNATURE = inspect.signature(F.cross_entropy)
 
 
-def traced(wanted: bool, *args: Any, **kwargs: Any) -> TensorProxy:
-    """What Thunder traces for ``torch.nn.functional.cross_entropy``: in float32 where that pays and ``wanted``, else as it is."""
+def traced(wanted: bool, cuts_from: int | None, *args: Any, **kwargs: Any) -> TensorProxy:
+    """What Thunder traces for ``torch.nn.functional.cross_entropy``.
+
+    Args:
+        wanted: whether losses are widened; else all are traced as they are.
+        cuts_from: bytes of logits from which on a pass of this compile puts cuts right; None where none does.
+        args, kwargs: those of the cross entropy.
+    """
     if wanted:
         given = _SIGNATURE.bind(*args, **kwargs).arguments
-        if _is_taken(**given) and _nvfuser_runs(given["input"]):
+        if _is_taken(**given) and _nvfuser_runs(given["input"]) and _compiles(given["input"], cuts_from):
             logits, target = given.pop("input"), given.pop("target")
             loss = ltorch.cross_entropy(ltorch.to(logits, torch.float32), target, **given)
             return ltorch.to(loss, dtypes.to_torch_dtype(logits.dtype))
     return ltorch.cross_entropy(*args, **kwargs)
+
+
+def _compiles(logits: TensorProxy, cuts_from: int | None) -> bool:
+    """True where nvFuser can compile the loss of ``logits`` in float32, by where the trace has them from."""
+    made_by = {
+        out.name: bsym
+        for scope in get_tracectx().scopes  # what is traced stands in scopes until it ends
+        for bsym in scope
+        for out in bsym.flat_proxy_outs
+        if all(out is not arg for arg in bsym.flat_proxy_args)
+    }
+    source, sequences = logits, 1
+    while (bsym := made_by.get(source.name)) is not None and _is_layout(bsym):
+        if any(prim.sym.id is PrimIDs.TRANSPOSE for prim in _prims(bsym)):
+            return False
+        (source,) = bsym.flat_proxy_args
+        sequences = max(sequences, prod(source.shape[:-2]))
+    if source.numel == logits.numel or sequences == 1:
+        return True
+    enough = cuts_from is not None and source.numel * source.dtype.bytes >= cuts_from
+    return enough and source.numel <= MAX_ROWS * logits.numel and source.shape[-1] == logits.shape[-1]
+
+
+def _is_layout(bsym: BoundSymbol) -> bool:
+    """True for a layout of one tensor into another."""
+    tensors = (*bsym.flat_proxy_args, *bsym.flat_proxy_outs)
+    return (
+        len(tensors) == 2
+        and all(type(tensor) is TensorProxy for tensor in tensors)
+        and all(prims.OpTags.SHAPE_OP in (prim.sym.tags or ()) for prim in _prims(bsym))
+    )
+
+
+def _prims(bsym: BoundSymbol) -> Iterator[BoundSymbol]:
+    """What gives tensors inside of ``bsym``; not what asks for a shape."""
+    if not bsym.subsymbols and any(isinstance(out, TensorProxy) for out in bsym.flat_proxy_outs):
+        yield bsym
+    for sub in bsym.subsymbols:
+        yield from _prims(sub)
 
 
 def _nvfuser_runs(logits: TensorProxy) -> bool:
