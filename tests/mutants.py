@@ -20,6 +20,7 @@ REORDER = Allow(may_reorder=True)
 REWRITE = Allow(may_rewrite_regions=True)
 SPLIT = Allow(may_split_regions=True)
 OWN_COTANGENTS = Allow(may_own_cotangents=True)
+EXPAND_COTANGENTS = Allow(may_expand_cotangents=True)
 MASK = Allow(may_rewrite_regions=True, may_add=frozenset({"full", "where"}))
 
 
@@ -142,6 +143,41 @@ def backward_fn(saved_for_backward, cotangents):
 """
 
 OWNED_BACKWARD = edited(LOSS_BACKWARD, ("  t57, = cotangents", "  own_cotangents(cotangents)\n  t57, = cotangents"))
+
+# Logits beside a loss: their gradient t7 is added to what the loss sends.
+BESIDE_BACKWARD = """
+def backward_fn(saved_for_backward, cotangents):
+  # saved_for_backward: "Collection"
+  # cotangents: "Collection"
+  w, y, = saved_for_backward
+  # w: "cuda:0 f32[8, 8]"
+  # y: "cuda:0 f32[4, 8]"
+  clear_mutable_collection(saved_for_backward)
+  del saved_for_backward
+  t6, t7, = cotangents
+  # t6: "cuda:0 f32[]"
+  # t7: "cuda:0 f32[4, 8]"
+  clear_mutable_collection(cotangents)
+  del cotangents
+  t8 = torch.mul(y, t6)  # t8: "cuda:0 f32[4, 8]"
+  del t6, y
+  t9 = torch.add(t8, t7)  # t9: "cuda:0 f32[4, 8]"
+  del t7, t8
+  t10 = torch.matmul(t9, w)  # t10: "cuda:0 f32[4, 8]"
+  del t9, w
+  return (t10,)
+"""
+
+EXPANDED_BACKWARD = edited(
+    BESIDE_BACKWARD, ("  t6, t7, = cotangents", "  expand_zero_cotangents(cotangents, (1,))\n  t6, t7, = cotangents")
+)
+
+
+def _expanded(*changes: tuple[str, str]) -> tuple[str, str]:
+    """`BESIDE_BACKWARD` with ``changes``, without the statement and with it."""
+    statement = ("  t6, t7, = cotangents", "  expand_zero_cotangents(cotangents, (1,))\n  t6, t7, = cotangents")
+    return edited(BESIDE_BACKWARD, *changes), edited(BESIDE_BACKWARD, statement, *changes)
+
 
 LOSS_BACKWARD_FIXED = edited(
     LOSS_BACKWARD[: LOSS_BACKWARD.index("  [t44] = ")]
@@ -475,6 +511,7 @@ LEGAL: tuple[Pair, ...] = (
         REWRITE,
     ),
     Pair("the cotangents are taken over", LOSS_BACKWARD, OWNED_BACKWARD, OWN_COTANGENTS),
+    Pair("a gradient that nobody sends may be one zero", BESIDE_BACKWARD, EXPANDED_BACKWARD, EXPAND_COTANGENTS),
     Pair(
         "a region of layouts only is dissolved",
         region("t0 = prims.transpose(x, (0, 2, 1))", "t9 = prims.reshape(t0, (8, 3))"),
@@ -687,6 +724,52 @@ BROKEN: tuple[Mutant, ...] = (
         edited(LOSS_BACKWARD, ("  [t44] = nvFusion1(", "  own_cotangents(t57)\n  [t44] = nvFusion1(")),
         OWN_COTANGENTS,
         "ownership",
+    ),
+    # ---- repeated zeros
+    Mutant("zeros repeated unasked", BESIDE_BACKWARD, EXPANDED_BACKWARD, OWN_COTANGENTS, "unpacking"),
+    Mutant("zeros not filled any more", EXPANDED_BACKWARD, BESIDE_BACKWARD, EXPAND_COTANGENTS, "unpacking"),
+    Mutant(
+        "one zero for all rows of a cotangent that is written to",
+        *_expanded(
+            (
+                "  del t7, t8\n",
+                '  t11 = copy_(t8, t7)  # t11: "cuda:0 f32[4, 8]"\n  del t11, t7, t8\n',
+            )
+        ),
+        EXPAND_COTANGENTS,
+        "repeated-zeros",
+    ),
+    Mutant(
+        "one zero for all elements of a gradient that the caller gets",
+        *_expanded(
+            (
+                "  del t7, t8\n",
+                '  t11 = torch.transpose(t7, 0, 1)  # t11: "cuda:0 f32[8, 4]"\n  del t7, t8\n',
+            ),
+            ("  return (t10,)", "  return (t10, t11)"),
+        ),
+        EXPAND_COTANGENTS,
+        "repeated-zeros",
+    ),
+    Mutant(
+        "zeros at a position that is not there",
+        BESIDE_BACKWARD,
+        edited(EXPANDED_BACKWARD, ("(1,)", "(2,)")),
+        EXPAND_COTANGENTS,
+        "repeated-zeros",
+    ),
+    Mutant(
+        "zeros made after the cotangents were unpacked",
+        BESIDE_BACKWARD,
+        edited(
+            BESIDE_BACKWARD,
+            (
+                "  clear_mutable_collection(cotangents)",
+                "  expand_zero_cotangents(cotangents, (1,))\n  clear_mutable_collection(cotangents)",
+            ),
+        ),
+        EXPAND_COTANGENTS,
+        "repeated-zeros",
     ),
     # ---- effects
     Mutant(

@@ -13,6 +13,7 @@ from thunder_fusionfix.apply import apply_to_graph, inputs_of
 from thunder_fusionfix.model import (
     CLEAR,
     DEL,
+    EXPAND,
     OWN,
     UNPACK,
     Const,
@@ -63,6 +64,19 @@ def test_apply_owned_cotangents_are_no_longer_held() -> None:
     assert owned.held == hold_cotangents(owned).held == {"y"}
     assert [op.id for op in owned.ops if op.inputs == ("cotangents",)] == [OWN, UNPACK, CLEAR, DEL]
     check_graph(owned)
+
+
+def test_apply_zeros_stand_right_before_the_unpacking() -> None:
+    """With their positions, after the statement that takes cotangents over."""
+    build = GraphBuilder("backward")
+    build.collection("saved_for_backward", build.value("y", SHAPE), arg=True)
+    build.collection("cotangents", build.value("g", SHAPE), arg=True)
+    build.op("torch.mul", Ref("y"), Ref("g"), out="a", shape=SHAPE)
+    graph = build.delete(Ref("y"), Ref("g")).returns(Ref("a"))
+    after = apply_to_graph(graph, Plan(owned=("cotangents",), expanded=(("cotangents", (0,)),)))
+    assert [op.id for op in after.ops if op.inputs == ("cotangents",)] == [OWN, EXPAND, UNPACK, CLEAR, DEL]
+    assert next(op for op in after.ops if op.id == EXPAND).args == (Ref("cotangents"), (0,))
+    check_graph(after)
 
 
 def test_apply_split_names_inputs_and_outputs() -> None:

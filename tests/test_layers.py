@@ -17,10 +17,10 @@ ROOT = Path(thunder_fusionfix.__file__).parent
 # Lowest first. A new module belongs into one row: the lowest that is above all that it imports, whatever it imports lazily too.
 ROWS = {
     "words": "__init__ errors model config document garbage",
-    "facts": "effects layout folding padding losses infer index_map alias liveness store unparse text syntax paste canonical mincut devices variants model_names",
+    "facts": "effects layout folding padding losses infer index_map alias liveness repeated store unparse text syntax paste canonical mincut devices variants model_names",
     "decide": "lift normal_form pins segments matmul_copies attention_workspace simulate facts schedule verify match diff parse apply joint step report results",
-    "trace": "_thunder read cotangents edit edit_joint share take_addmm widen_losses splitter execute products",
-    "passes": "passes.__init__ passes.own_cotangents passes.ignore_cut_rows passes.unfuse_layouts passes.split_regions passes.reorder passes.fold_matmuls"
+    "trace": "_thunder read cotangents undefined edit edit_joint share take_addmm widen_losses splitter execute products",
+    "passes": "passes.__init__ passes.own_cotangents passes.expand_zero_cotangents passes.ignore_cut_rows passes.unfuse_layouts passes.split_regions passes.reorder passes.fold_matmuls"
     " passes.pad_matmuls passes.cudnn_attention"
     " passes.claim_layouts passes.recompute_cheap",
     "run": "pipeline joint_pipeline capture models sources explain page views",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from thunder_fusionfix.alias import aliases
 from thunder_fusionfix.devices import CONTEXT_BYTES, DEVICES, find, fits
 from thunder_fusionfix.errors import UsageError
-from thunder_fusionfix.model import CLEAR, DEL, RETURN, UNPACK, Graph, Op, Ref, Struct, Value
+from thunder_fusionfix.model import CLEAR, DEL, EXPAND, RETURN, UNPACK, Graph, Op, Ref, Struct, Value
 from thunder_fusionfix.predict import Prediction, step_text
 from thunder_fusionfix.results import Spec
 from thunder_fusionfix.step import StepPart, held_in_a_step, simulate_step
@@ -113,6 +115,52 @@ def test_step_gradient_between_parts_lives_until_the_receiving_backward_returns(
     ]
     last = len(held.phases[-1].live_bytes) - 1
     assert held.phases[-1].live_bytes[last] - split.phases[-1].live_bytes[last] == KB
+
+
+def beside(statement: bool, shape: tuple[int, ...] = ()) -> StepPart:
+    """h = exp(w), l = sum(h) of ``shape``: a loss and its logits, whose gradients gl and gh the backward takes."""
+    ops = [Op("torch.exp", r("w"), Ref("h")), Op("torch.sum", r("h"), Ref("l"))]
+    back = [
+        Op("torch.mul", r("h", "gl"), Ref("a")),
+        Op(DEL, r("gl")),
+        Op("torch.mul", r("h", "gh"), Ref("b")),
+        Op(DEL, r("gh", "h")),
+        Op("torch.add", r("a", "b"), Ref("gw")),
+        Op(DEL, r("a", "b")),
+    ]
+    first = forward("w", ops, "h l", "h", "w h l")
+    second = backward("h", "gh gl", back, ("gw",), "w h gh gl a b gw")
+    first, second = (
+        replace(graph, values={**graph.values, **{name: replace(graph.values[name], shape=shape) for name in names}})
+        for graph, names in ((first, ("l",)), (second, ("gl",)))
+    )
+    at = [op.id for op in second.ops].index(UNPACK, 1)
+    said = (Op(EXPAND, (Ref("cotangents"), (0,))),) if statement else ()
+    return StepPart("thunder_0 of graph 0", first, replace(second, ops=(*second.ops[:at], *said, *second.ops[at:])))
+
+
+def test_step_gradient_that_nobody_sends_is_one_zero_where_the_backward_says_so():
+    """A block of 512 bytes instead of the logits' size; else as autograd fills it."""
+    dense, repeated = (simulate_step([beside(said)], workspace_bytes=0) for said in (False, True))
+    assert dense.phases[1].peak_bytes - repeated.phases[1].peak_bytes == KB - 512
+    assert dense.phases[0] == repeated.phases[0]
+
+
+def test_step_gradient_that_is_sent_counts_in_full():
+    """By a later part, or by a program without a loss of one element, which calls backward on all outputs."""
+    for others, shape in (([], (1024,)), ([taker()], ())):
+        dense, repeated = (simulate_step([beside(said, shape), *others], workspace_bytes=0) for said in (False, True))
+        assert dense.phases[-1].peak_bytes == repeated.phases[-1].peak_bytes
+
+
+def taker() -> StepPart:
+    """A later part that sends the logits a gradient."""
+    back = [Op("torch.mul", r("l_h_", "gk"), Ref("gh")), Op(DEL, r("l_h_", "gk"))]
+    return StepPart(
+        "thunder_0 of graph 1",
+        forward("l_h_", [Op("torch.relu", r("l_h_"), Ref("k"))], "k", "l_h_", "l_h_ k"),
+        backward("l_h_", "gk", back, ("gh",), "l_h_ gk gh"),
+    )
 
 
 def test_step_start_of_the_backward_is_the_first_tenth_of_its_calls():

@@ -24,6 +24,7 @@ import functools
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import re
 import sys
 import warnings
@@ -463,7 +464,7 @@ def make_executable(definition: Any) -> None:
     del definition._fusion  # the cache has taken it over
 
 
-# ---------------------------------------------------------------- what take_addmm.py, cotangents.py, executor.py and passes/cudnn_attention.py need
+# ---------------------------------------------------------------- what take_addmm.py, cotangents.py, undefined.py, executor.py and passes/cudnn_attention.py need
 
 from thunder import torch as ltorch
 from thunder.core.prims import get_grad as get_grad
@@ -473,12 +474,30 @@ from thunder.dynamo.utils import (
     try_execute_thunder_symbol as try_execute_thunder_symbol,  # how ThunderFX asks about an FX node
 )
 from thunder.executors import sdpaex as sdpaex  # its symbols of flash attention, and what they run
+from thunder.executors import torch_autograd
 from thunder.executors.torch_autograd import connect_to_autograd as connect_to_autograd
 from thunder.extend import FUEL_LEVEL as FUEL_LEVEL
 from thunder.extend import OperatorExecutor as OperatorExecutor
 from thunder.torch import (
     _torch_to_thunder_function_map as _torch_to_thunder_function_map,  # what Thunder traces for a function of torch
 )
+
+_FORWARDS = {
+    "ThunderFunction": "ctx return_none_instead_of_grads compiled_backward side_channel saved_tensors saved_other"
+    " is_differentiable_outputs flat_output flat_args",
+    "ThunderOutputFunction": "ctx dummy side_channel args",
+}  # what the forwards of Thunder's autograd functions take
+
+
+def autograd_functions() -> tuple[Any, Any] | None:
+    """Thunder's autograd function, and the one that gives the outputs where autograd is split; None where they are others."""
+    functions = tuple(getattr(torch_autograd, name, None) for name in _FORWARDS)
+    for function, names in zip(functions, _FORWARDS.values()):
+        forward = getattr(function, "forward", None)
+        if forward is None or " ".join(inspect.signature(forward).parameters) != names:
+            return None
+    whole, outputs = functions
+    return whole, outputs
 
 
 def given_options(prefix: str, texts: Mapping[str, str]) -> dict[str, Any]:

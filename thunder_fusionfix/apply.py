@@ -26,6 +26,7 @@ from thunder_fusionfix.infer import fill
 from thunder_fusionfix.model import (
     CLEAR,
     DEL,
+    EXPAND,
     OWN,
     RETURN,
     UNPACK,
@@ -57,6 +58,7 @@ def apply_to_graph(graph: Graph, plan: Plan, deletes: bool = True) -> Graph:
     placed: dict[int, list[NewOp]] = {}
     for item in plan.placed:
         placed.setdefault(item.pos, []).append(item.op)
+    expanded = dict(plan.expanded)
     numbers = _numbers(graph)
     made: list[Op] = []
     ops: list[Op] = []
@@ -69,6 +71,8 @@ def apply_to_graph(graph: Graph, plan: Plan, deletes: bool = True) -> Graph:
             continue
         if op.id == UNPACK and op.inputs[0] in plan.owned:
             ops.append(Op(OWN, (Ref(op.inputs[0]),)))
+        if op.id == UNPACK and op.inputs[0] in expanded:
+            ops.append(Op(EXPAND, (Ref(op.inputs[0]), expanded[op.inputs[0]])))
         if pos not in parts:
             ops.append(op)
             continue

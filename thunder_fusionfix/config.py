@@ -26,6 +26,7 @@ class FusionFixConfig:
     unfuse_layouts: bool = True  # layout ops leave fusion regions
     own_cotangents: bool = True  # a backward frees the cotangents after their last use, where nobody else has them
     own_min_bytes: int = 2**24  # of a cotangent; for smaller ones the host's time at each step costs more than they do
+    expand_zero_cotangents: bool = True  # gradients of 1 MiB and more that nobody sent are one zero, repeated
     split_regions: bool = True  # fusion regions that hold memory at the peak are cut, where the pieces need less
     split_min_bytes: int = 2**20  # a cut has to lower the peak by this much for each launch that it adds
     reorder: bool = True  # ops run in the order that needs the least memory

@@ -259,12 +259,16 @@ def why_not() -> str | None:
     """Why no trace of the compile that runs now may take cotangents over; None where it may."""
     if engine_references() is None:
         return "this torch does not tell who else has a cotangent"
-    transforms = getattr(get_compile_data(), "transforms", None) or ()
-    if any(cls.__name__ == "CUDAGraphTransform" for transform in transforms for cls in type(transform).__mro__):
+    if records_cuda_graphs():
         return "CUDA graphs are recorded: they read cotangents from memory of their own"
     return None
 
 
-own_cotangents = OperatorExecutor("fusionfix_statements").register_operator(
-    OWN, meta=lambda collection: None, fn=own, tags=(prims.OpTags.DONT_DCE,)
-)
+def records_cuda_graphs() -> bool:
+    """True where the compile that runs now records its traces as CUDA graphs."""
+    transforms = getattr(get_compile_data(), "transforms", None) or ()
+    return any(cls.__name__ == "CUDAGraphTransform" for transform in transforms for cls in type(transform).__mro__)
+
+
+statements = OperatorExecutor("fusionfix_statements")  # of this project, in backward traces
+own_cotangents = statements.register_operator(OWN, meta=lambda collection: None, fn=own, tags=(prims.OpTags.DONT_DCE,))

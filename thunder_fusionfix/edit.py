@@ -55,6 +55,7 @@ from thunder_fusionfix.model import (
     refs,
 )
 from thunder_fusionfix.read import Reader, positioned
+from thunder_fusionfix.undefined import expand_zero_cotangents
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,7 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str, reade
     bsyms = positioned(trace)
     editor = _Editor(new_trace, graph, (reader or Reader()).proxies(trace))
     regions = {edit.pos: edit.parts for edit in plan.regions}
+    expanded = dict(plan.expanded)
     placed: dict[int, list[NewOp]] = {}
     for item in plan.placed:
         placed.setdefault(item.pos, []).append(item.op)
@@ -111,6 +113,8 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str, reade
             continue
         if op.id == UNPACK and op.inputs[0] in plan.owned:
             lines.append(editor.line(editor.own(op.inputs[0])))
+        if op.id == UNPACK and op.inputs[0] in expanded:
+            lines.append(editor.line(editor.expand(op.inputs[0], expanded[op.inputs[0]])))
         if pos in regions:
             lines += map(editor.line, editor.rebuild(bsyms[pos], regions[pos]))
         else:
@@ -212,6 +216,10 @@ class _Editor:
     def own(self, collection: str) -> BoundSymbol:
         """The statement by which the trace takes over the cotangents in ``collection``."""
         return own_cotangents.bind(self.proxies[collection], output=None)
+
+    def expand(self, collection: str, positions: tuple[int, ...]) -> BoundSymbol:
+        """The statement by which gradients that nobody sent come as repeated zeros at ``positions`` of ``collection``."""
+        return expand_zero_cotangents.bind(self.proxies[collection], positions, output=None)
 
     def rebuild(self, bsym: BoundSymbol, parts: Sequence[Part]) -> list[BoundSymbol]:
         """The regions that stand where ``bsym`` stood; the first keeps its number, the others get unused ones."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cache
 
-from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Op
+from thunder_fusionfix.model import CLEAR, DEL, EXPAND, OWN, RETURN, UNPACK, Op
 
 
 class Kind(Enum):
@@ -187,6 +187,7 @@ _BOOKKEEPING = (
     UNPACK,
     CLEAR,
     OWN,
+    EXPAND,
     "python_return",
     "python_del",
     "comment",

@@ -35,7 +35,7 @@ from thunder_fusionfix._thunder import real_tensors
 from thunder_fusionfix.effects import Kind, effect_of, short_name
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.losses import CrossEntropy, cross_entropy_of
-from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, Arg, Const, Graph, Op, Ref, Struct, Value
+from thunder_fusionfix.model import CLEAR, DEL, EXPAND, OWN, RETURN, Arg, Const, Graph, Op, Ref, Struct, Value
 from thunder_fusionfix.normal_form import has_effect
 
 MAX_NUMEL = 1 << 18  # elements of the largest tensor: a region of some hundred ops then takes well below a second
@@ -98,7 +98,7 @@ def run_graph(graph: Graph, seed: int = 0) -> dict[str, torch.Tensor]:
     for name in graph.args:
         found[name] = _random(graph.values[name], seed)
     for op in graph.ops:
-        if op.id in (DEL, CLEAR, OWN, RETURN):
+        if op.id in (DEL, CLEAR, OWN, EXPAND, RETURN):
             continue
         given = {name: found[name] if name in found else _random(graph.values[name], seed) for name in op.inputs}
         found.update(_run(op, graph.values, given, seed))

@@ -27,9 +27,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from thunder_fusionfix.effects import short_name
-from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Arg, Graph, Op, Ref, Struct, Value, refs
+from thunder_fusionfix.model import CLEAR, DEL, EXPAND, OWN, RETURN, UNPACK, Arg, Graph, Op, Ref, Struct, Value, refs
 
-BOOKKEEPING = frozenset((DEL, CLEAR, OWN, RETURN, UNPACK))
+BOOKKEEPING = frozenset((DEL, CLEAR, OWN, EXPAND, RETURN, UNPACK))
 _SPELLINGS = {"permute": "transpose", "view": "reshape"}  # of one operation by torch and by prims
 
 

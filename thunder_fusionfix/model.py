@@ -291,6 +291,7 @@ RETURN = "return"
 DEL = "del"
 UNPACK = "unpack"  # a, b, = C0
 CLEAR = "clear_mutable_collection"
+EXPAND = "expand_zero_cotangents"  # of this project: gradients that nobody sent come as repeated zeros (`undefined`)
 OWN = "own_cotangents"  # of this project: the trace takes the cotangents over from autograd's engine (`cotangents`)
 
 
@@ -386,10 +387,11 @@ class Plan:
     order: tuple[int, ...] | None = None  # positions in their new order, `del`s and clears left out; None: as they are
     decisions: tuple[Decision, ...] = ()
     owned: tuple[str, ...] = ()  # collections of cotangents that the trace takes over right before it unpacks them
+    expanded: tuple[tuple[str, tuple[int, ...]], ...] = ()  # such a collection, and where a zero in it may be repeated
 
     @property
     def is_empty(self) -> bool:
-        return not (self.regions or self.placed or self.owned or self.order)
+        return not (self.regions or self.placed or self.owned or self.expanded or self.order)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,22 @@ from dataclasses import dataclass, field
 
 from thunder_fusionfix.errors import UsageError
 from thunder_fusionfix.infer import fill
-from thunder_fusionfix.model import CLEAR, DEL, OWN, RETURN, UNPACK, Arg, Const, Graph, Op, Ref, Struct, Value, refs
+from thunder_fusionfix.model import (
+    CLEAR,
+    DEL,
+    EXPAND,
+    OWN,
+    RETURN,
+    UNPACK,
+    Arg,
+    Const,
+    Graph,
+    Op,
+    Ref,
+    Struct,
+    Value,
+    refs,
+)
 from thunder_fusionfix.paste import Line, Region, regions
 from thunder_fusionfix.syntax import Statement, read_signature, read_statement
 
@@ -46,7 +61,7 @@ _SURE_SIGN = re.compile(
 _TARGETS_ONLY = re.compile(r"(?:[^\W\d]\w*,\s*)+\Z")
 _BROKEN_STATEMENT = re.compile(r"\b(?:prims|ltorch)\.\w|\b(?:nvFusion|TorchCompile|CUDAGraph)\d+\(")
 _OLD_NAMES = {"clear_collection": CLEAR}
-_STATEMENTS = frozenset((DEL, RETURN, UNPACK, CLEAR, OWN))
+_STATEMENTS = frozenset((DEL, RETURN, UNPACK, CLEAR, OWN, EXPAND))
 _MAX_DEPTH = 16  # levels of sub-ops; traces print about four
 _SHOWN_NAMES = 8  # names that a note lists before it counts the rest
 
@@ -374,7 +389,7 @@ def _free_names(ops: tuple[Op, ...], params: tuple[str, ...]) -> tuple[str, ...]
     for op in ops:
         for name in op.inputs:
             if name not in made:
-                free[name] = free.get(name, False) or op.id in (UNPACK, CLEAR, OWN)
+                free[name] = free.get(name, False) or op.id in (UNPACK, CLEAR, OWN, EXPAND)
         made.update(op.outputs)
     return tuple(sorted(free, key=lambda name: not free[name]))
 
@@ -385,7 +400,7 @@ def _kinds(ops: tuple[Op, ...]) -> Iterator[tuple[str, str]]:
     What a backward trace saved is two collections, one of tensors and one of numbers, which Thunder names i0, f1, b2, ...
     """
     for op in ops:
-        if op.id in (UNPACK, CLEAR, OWN):
+        if op.id in (UNPACK, CLEAR, OWN, EXPAND):
             yield from ((name, "collection") for name in op.inputs)
         if op.id == UNPACK and op.inputs == ("saved_for_backward",):
             yield from ((name, "collection") for name in op.outputs)

@@ -34,10 +34,12 @@ from thunder_fusionfix.normal_form import Forms
 from thunder_fusionfix.passes import PASSES, Pass
 from thunder_fusionfix.read import Reader, example_strides, forward_trace
 from thunder_fusionfix.step import held_in_a_step
+from thunder_fusionfix.undefined import why_not as why_not_expand
 from thunder_fusionfix.verify import verify
 
 WHY_NOT: dict[str, Callable[[], str | None]] = {
-    "own_cotangents": why_not_own
+    "own_cotangents": why_not_own,
+    "expand_zero_cotangents": why_not_expand,
 }  # a pass to why it cannot run in this compile
 
 _warned: set[str] = set()  # messages that this process has shown

@@ -41,6 +41,7 @@ from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.model import (
     CLEAR,
     DEL,
+    EXPAND,
     OWN,
     RETURN,
     UNPACK,
@@ -152,7 +153,7 @@ class Reader:
         op = Op(
             id=op_id,
             args=args[:1] if op_id == UNPACK else args,  # not its length
-            output=None if op_id in (RETURN, DEL, CLEAR, OWN) else _names_only(output),
+            output=None if op_id in (RETURN, DEL, CLEAR, OWN, EXPAND) else _names_only(output),
             kwargs=kwargs,
             subops=tuple([subop for subop, _ in inside]),
             tags=symbol.tags | _own_tags(bsym) if bsym.tags else symbol.tags,

@@ -11,7 +11,8 @@ they are freed by ``del`` once their collection is unpacked and cleared, unless 
 (a forward's arguments: parameters and inputs). The cotangents are cleared alike; but where Thunder's autograd function is not
 split (ThunderFX sets ``thunderfx_disable_split_autograd=True``) the engine holds them until the backward returns, unless the
 trace takes them over. That is membership in ``Graph.held`` too: `hold_cotangents` gives the Graph that says so. Plain
-``thunder.jit`` frees them: the default.
+``thunder.jit`` frees them: the default. Each cotangent counts in full, as when it is sent: one trace alone does not tell which are not, and which
+of these come as one repeated zero (`expand_zero_cotangents`); a whole step does (`step`).
 
 A trace without any ``del`` (a joint trace) is priced as if ``del_last_used`` had placed them, and so is every order other than
 the trace's own.

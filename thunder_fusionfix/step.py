@@ -18,7 +18,10 @@ Rules, each as the run-time does it:
   and what goes to a part of another graph of torch.compile (the variable outlives the graph break; logits are such an
   output).
 - A gradient of an argument that another part made is handed to that part's backward, and lives until that backward
-  returns where autograd is not split (ThunderFX) and the trace does not take it over (`own_cotangents`). Outputs that nobody sends a gradient to get one of zeros.
+  returns where autograd is not split (ThunderFX) and the trace does not take it over (`own_cotangents`).
+- An output that nobody sends a gradient to gets one of zeros: a dense tensor of its size, or, where the backward says so
+  (`expand_zero_cotangents`), one zero that is repeated. Nobody sends one to what goes to no part that returns a gradient for it,
+  where some output of one element that goes nowhere is there to call backward on; without such a loss, backward is called on all.
 - A gradient of a parameter is added to the gradient from before, in place; without one it stays.
 - Every thread that multiplies matrices has a cuBLAS handle with a workspace: one for the forwards, one for the
   backwards. Linear layers with a bias run by cuBLASLt, which has a workspace of its own.
@@ -48,7 +51,8 @@ from thunder_fusionfix.alias import Aliases
 from thunder_fusionfix.devices import DEFAULT, LT_WORKSPACE_BYTES, find
 from thunder_fusionfix.effects import Kind, effect_of
 from thunder_fusionfix.errors import UsageError
-from thunder_fusionfix.model import UNPACK, Graph, Holder, Op, Struct, refs
+from thunder_fusionfix.model import UNPACK, Arg, Graph, Holder, Op, Ref, Struct, Value, refs
+from thunder_fusionfix.repeated import repeated_cotangents
 from thunder_fusionfix.simulate import Prices, computing, hold_cotangents
 
 
@@ -371,10 +375,49 @@ class _Step:
 
     def _backward_prices(self, at: int, backward: Graph) -> Prices:
         graph = backward if self.split_autograd else hold_cotangents(backward)
+        graph = replace(graph, values={**graph.values, **self._repeated_zeros(at, graph)})
         others = self._held_by_others(at)
         names = {name for name in graph.saved if self._is_tensor(at, name) and self.key(at, name) in others}
         return Prices(
             replace(graph, held=(graph.held - set(self.parts[at].forward.args)) | names), self.parts[at].forward
+        )
+
+    def _repeated_zeros(self, at: int, backward: Graph) -> dict[str, Value]:
+        """Cotangents of part ``at`` that nobody sends and that come as one repeated zero: their values with strides of 0."""
+        repeated = repeated_cotangents(backward)
+        if not repeated or not self.has_loss:
+            return {}
+        flat = _flat_outputs_of(self.parts[at].forward)
+        unpacked = next((op.output for op in backward.ops if op.id == UNPACK and op.inputs == backward.args[1:]), ())
+        if not isinstance(unpacked, tuple) or len(unpacked) != len(flat):
+            return {}
+        found = {}
+        for output, cotangent in zip(flat, unpacked):
+            if isinstance(output, Ref) and isinstance(cotangent, Ref) and cotangent.name in repeated:
+                value = backward.values[cotangent.name]
+                if (at, output.name) not in self.sent and value.shape is not None:
+                    found[value.name] = replace(value, strides=(0,) * len(value.shape))
+        return found
+
+    @cached_property
+    def has_loss(self) -> bool:
+        """True where the program gives a tensor of one element, which no part takes: backward is called on that alone."""
+        taken = {maker for links in self.made_by for maker in links.values()}
+        return any(
+            part.forward.values[name].numel == 1 and (at, name) not in taken
+            for at, part in enumerate(self.parts)
+            if part.backward is not None
+            for name in self.outputs[at]
+        )
+
+    @cached_property
+    def sent(self) -> frozenset[tuple[int, str]]:
+        """The outputs, each with its part, that a later part's backward sends a gradient to."""
+        return frozenset(
+            self.made_by[at][argument]
+            for at, part in enumerate(self.parts)
+            for argument, _ in _gradients_of(part, [])
+            if argument in self.made_by[at]
         )
 
     def _held_by_others(self, at: int) -> set[Key]:
@@ -492,6 +535,14 @@ def _outputs_of(forward: Graph) -> tuple[str, ...]:
         first = result
     names = dict.fromkeys(refs(first))
     return tuple(name for name in names if forward.values[name].kind == "tensor" and name not in forward.args)
+
+
+def _flat_outputs_of(forward: Graph) -> tuple[Arg, ...]:
+    """What a forward gives to autograd, in the order of the cotangents; nothing for text of an older Thunder."""
+    result = forward.result
+    first = result[0] if isinstance(result, tuple) and result else None
+    flat = dict(first.items).get("flat_output") if isinstance(first, Struct) else None
+    return flat if isinstance(flat, tuple) else ()
 
 
 def _gradients_of(part: StepPart, notes: list[str]) -> Iterator[tuple[str, str]]:

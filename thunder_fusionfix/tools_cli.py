@@ -54,7 +54,7 @@ Allowed = Annotated[
     typer.Option(
         "--allow",
         help="What B may change; may be given several times: fix (all that the passes of `fix` may do), or one of "
-        "reorder, rewrite-regions, split-regions, repeat-cheap-ops, own-cotangents, keep-longer.",
+        "reorder, rewrite-regions, split-regions, repeat-cheap-ops, own-cotangents, expand-zero-cotangents, keep-longer.",
     ),
 ]
 
@@ -65,6 +65,7 @@ _ALLOWANCES = {
     "split-regions": "may_split_regions",
     "repeat-cheap-ops": "may_clone",
     "own-cotangents": "may_own_cotangents",
+    "expand-zero-cotangents": "may_expand_cotangents",
     "keep-longer": "may_keep_longer",
 }
 

@@ -43,6 +43,7 @@ from thunder_fusionfix.errors import VerifyError
 from thunder_fusionfix.model import (
     CLEAR,
     DEL,
+    EXPAND,
     OWN,
     RETURN,
     UNPACK,
@@ -56,6 +57,7 @@ from thunder_fusionfix.model import (
     number_of,
 )
 from thunder_fusionfix.normal_form import Epoch, Forms, GraphForm, Observation, has_effect
+from thunder_fusionfix.repeated import dense_uses, names_at
 from thunder_fusionfix.unparse import arg_text, op_lines, type_text
 
 CONTEXT_LINES = 10  # lines of the trace that a message shows around the fault
@@ -74,11 +76,12 @@ class Allow:
     may_replace: tuple[tuple[str, str], ...] = ()  # pairs (id before, id after) of ops that compute the same
     may_add: frozenset[str] = frozenset()  # short names of pure ops that may stand there more often than before
     may_own_cotangents: bool = False  # cotangents that autograd's engine held become the trace's own
+    may_expand_cotangents: bool = False  # cotangents that nobody sends may come as repeated zeros
     may_keep_longer: bool = False  # a value stays bound beyond its last use
     may_repeat_work: bool = False  # what `may_clone` names may be computed by any pure ops, not by cheap ones alone
 
 
-_STATEMENTS = (DEL, CLEAR, OWN, UNPACK, RETURN)  # each has a rule of its own
+_STATEMENTS = (DEL, CLEAR, OWN, EXPAND, UNPACK, RETURN)  # each has a rule of its own
 
 Placed = tuple[int, Op]
 """An op, or a part of one, with its position in the trace."""
@@ -130,7 +133,9 @@ class Pair:
     @cached_property
     def has_same_ops(self) -> bool:
         """True where both traces hold the same ops, the same objects, in the same order, beside what binds and frees no value."""
-        kept = [[op for op in graph.ops if op.id not in (DEL, CLEAR, OWN)] for graph in (self.before, self.after)]
+        kept = [
+            [op for op in graph.ops if op.id not in (DEL, CLEAR, OWN, EXPAND)] for graph in (self.before, self.after)
+        ]
         return len(kept[0]) == len(kept[1]) and all(old is new for old, new in zip(*kept))
 
 
@@ -287,6 +292,24 @@ def _owns_wrongly(graph: Graph) -> Iterator[Fault]:
         touched.update(op.inputs)
 
 
+def _expands_wrongly(graph: Graph) -> Iterator[Fault]:
+    """What may come as repeated zeros: cotangents that are not unpacked yet, and whose memory nobody needs dense."""
+    cotangents, touched = set(graph.args[1:]) if graph.stage == "backward" else set(), set[str]()
+    for pos, op in enumerate(graph.ops):
+        if op.id == EXPAND:
+            if len(op.inputs) != 1 or op.inputs[0] not in cotangents:
+                yield Fault(pos, f"{', '.join(op.inputs)}: no collection of cotangents", op.inputs)
+            elif op.inputs[0] in touched:
+                yield Fault(pos, f"{op.inputs[0]} gets its zeros after something else took it", op.inputs)
+            names = names_at(graph, op)
+            if None in names:
+                yield Fault(pos, "a position is none of a tensor that is unpacked", op.inputs)
+            for name, why in dense_uses(graph, [name for name in names if name is not None]).items():
+                yield Fault(pos, f"{name} may come as repeated zeros, but {why}", (name,))
+        if op.id != OWN:
+            touched.update(op.inputs)
+
+
 def _mixes_attention(graph: Graph) -> Iterator[Fault]:
     """What the entry's attention gives may be another kernel's than the one whose backward Thunder calls."""
     ours: set[str] = set()
@@ -316,7 +339,7 @@ def _changes_result(pair: Pair) -> Iterator[Fault]:
 
 
 def _changes_unpacking(pair: Pair) -> Iterator[Fault]:
-    """Which tensors a backward trace takes out of its collections, and which collections it takes over and clears."""
+    """Which tensors a backward trace takes out of its collections, and which collections it takes over, fills and clears."""
     owned_before, owned = (
         {name for op in graph.ops if op.id == OWN for name in op.inputs} for graph in (pair.before, pair.after)
     )
@@ -326,6 +349,15 @@ def _changes_unpacking(pair: Pair) -> Iterator[Fault]:
     for pos, op in enumerate(pair.before.ops):
         if op.id == OWN and not owned.issuperset(op.inputs):
             yield Fault(pos, f"{', '.join(op.inputs)} is not taken over any more", op.inputs, in_before=True)
+    lines_before, lines = (
+        {_line(op, {}) for op in graph.ops if op.id == EXPAND} for graph in (pair.before, pair.after)
+    )
+    for pos, op in enumerate(pair.after.ops):
+        if op.id == EXPAND and _line(op, {}) not in lines_before and not pair.allow.may_expand_cotangents:
+            yield Fault(pos, f"zeros of {', '.join(op.inputs)} may be repeated, which nothing allows", op.inputs)
+    for pos, op in enumerate(pair.before.ops):
+        if op.id == EXPAND and _line(op, {}) not in lines:
+            yield Fault(pos, f"{', '.join(op.inputs)} does not get its zeros any more", op.inputs, in_before=True)
     before, after = (
         [(pos, op) for pos, op in enumerate(graph.ops) if op.id == UNPACK] for graph in (pair.before, pair.after)
     )
@@ -609,13 +641,20 @@ GRAPH_RULES: tuple[Rule, ...] = (
         _mixes_attention,
     ),
     Rule("ownership", "only collections of cotangents are taken over, once, before they are unpacked", _owns_wrongly),
+    Rule(
+        "repeated-zeros",
+        "only cotangents that nothing writes, returns or needs dense come as repeated zeros, made before they are unpacked",
+        _expands_wrongly,
+    ),
 )
 
 PAIR_RULES: tuple[Rule, ...] = (
     Rule("signature", "name, stage and arguments are the same", _changes_signature),
     Rule("result", "what is returned, saved tensors included, is the same", _changes_result),
     Rule(
-        "unpacking", "saved tensors and cotangents are unpacked, taken over and cleared as before", _changes_unpacking
+        "unpacking",
+        "saved tensors and cotangents are unpacked, taken over, filled and cleared as before",
+        _changes_unpacking,
     ),
     Rule("metadata", "a value that both traces know has the same shape, dtype and device", _changes_metadata),
     Rule(

@@ -1,7 +1,8 @@
 """The final passes, in the order in which they run. To add one: a file here, a line in `PASSES`, an option in `config`, a test
 file; CONTRIBUTING.md goes through it step by step.
 
-Order: what the trace may free counts for all that follow, so that comes first; rows that a loss keeps need no layouts, so they come before
+Order: what the trace may free counts for all that follow, so that comes first, and zeros that nobody sent are no cotangents to take over;
+rows that a loss keeps need no layouts, so they come before
 these; layouts leave regions before the rest, because a region that lost them splits and moves more freely; cuts come before the order,
 because the pieces of a region stand where it stood until they are moved.
 """
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from thunder_fusionfix.facts import Facts
 from thunder_fusionfix.model import Graph, Plan
+from thunder_fusionfix.passes.expand_zero_cotangents import plan_expand_zero_cotangents
 from thunder_fusionfix.passes.ignore_cut_rows import ADDED, plan_ignore_cut_rows
 from thunder_fusionfix.passes.own_cotangents import plan_own_cotangents
 from thunder_fusionfix.passes.reorder import plan_reorder
@@ -46,6 +48,7 @@ class Pass:
 
 PASSES: tuple[Pass, ...] = (
     Pass("own_cotangents", plan_own_cotangents, Allow(may_own_cotangents=True)),
+    Pass("expand_zero_cotangents", plan_expand_zero_cotangents, Allow(may_expand_cotangents=True)),
     Pass("ignore_cut_rows", plan_ignore_cut_rows, Allow(may_rewrite_regions=True, may_add=ADDED)),
     Pass("unfuse_layouts", plan_unfuse_layouts, Allow(may_rewrite_regions=True)),
     Pass("split_regions", plan_split_regions, Allow(may_split_regions=True)),
