@@ -58,7 +58,7 @@ def test_logits_that_nobody_uses_get_no_zeros(way, executors):
     """The peak falls by most of their size, and the gradients are eager's."""
     without, gradients_without = trained(way, executors=executors, expand_zero_cotangents=False)
     with_it, gradients = trained(way, executors=executors)
-    assert without - with_it > 0.9 * LOGITS_BYTES
+    assert without - with_it > 0.8 * LOGITS_BYTES
     _, eager = trained(None)
     for got, plain, want in zip(gradients, gradients_without, eager, strict=True):
         assert torch.equal(got, plain)
