@@ -73,6 +73,27 @@ def test_a_layer_is_traced_as_linear_and_nothing_else(name):
     assert ("linear" in called, "addmm" in called) == (name in TAKEN, name in LEFT)
 
 
+@pytest.mark.parametrize("compiled", [by_jit, by_thunderfx])
+def test_gradients_of_complex_numbers_are_eagers(compiled):
+    """They are conjugates, of which the rule of a linear layer knows nothing: such a product stays torch's."""
+    args = tensors(*LAYER, dtype=torch.complex128)
+    fn = TAKEN["function"][0]
+    weight = torch.randn(3, 5, dtype=torch.complex128)
+    got, want = (torch.autograd.grad(out, args, weight) for out in (compiled(fn, ENTRY)(*args), fn(*args)))
+    for gradient, expected in zip(got, want):
+        torch.testing.assert_close(gradient, expected)
+
+
+def test_a_layer_under_vmap_is_left_to_torch():
+    """Thunder's functions take no tensors of torch.func's transforms."""
+
+    def fn(bias, x, w):
+        return torch.func.vmap(lambda row: torch.addmm(bias, row, w))(x)
+
+    args = [tensor.detach() for tensor in tensors((5,), (2, 3, 4), (4, 5))]
+    assert distance(by_thunderfx(fn, ENTRY)(*args), fn(*args)) < 1e-12
+
+
 def test_a_layer_runs_without_gradients():
     """Inference traces hold the parts of the composite."""
     args = [tensor.detach() for tensor in tensors(*LAYER)]

@@ -440,6 +440,7 @@ from thunder.core.devices import Device as Device
 from thunder.dynamo import splitter as splitter  # its `is_node_supported_by_thunder` is looked up for every node
 from thunder.executors import torch_compile as torch_compile  # its `make_compiled` is looked up when a region is made
 from thunder.torch.experimental.dtensor_proxy import DTensorProxy as DTensorProxy
+from torch._C._functorch import is_functorch_wrapped_tensor as is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 

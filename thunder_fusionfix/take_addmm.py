@@ -11,8 +11,8 @@ backward of the one before returns, and nothing is fused across.
 In the backward the gradient of ``w`` is made as ``x.mT @ dy``, in the layout of ``w``; what linear's own rule gives is the transposed of
 that, and autograd copies a gradient that lies otherwise than its parameter.
 
-Stage: the executor entry, before a program is traced. Takes: the function, with two matrices, a bias of one dim, ``beta`` and
-``alpha`` of 1. All else, the method, and what a checkpoint runs, stay Thunder's. Changes: under autocast nothing but the split; it casts what linear casts.
+Stage: the executor entry, before a program is traced. Takes: the function, with two matrices, a bias of one dim, floating-point numbers,
+``beta`` and ``alpha`` of 1. All else, the method, and what a checkpoint runs, stay Thunder's. Changes: under autocast nothing but the split; it casts what linear casts.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from thunder_fusionfix._thunder import (
     Symbol,
     TensorProxy,
     _torch_to_thunder_function_map,
+    dtypes,
     get_compile_data,
     get_grad,
+    is_functorch_wrapped_tensor,
     ltorch,
     prims,
     put_grad,
@@ -57,9 +59,14 @@ def linear_of(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
         all(type(tensor) is TensorProxy for tensor in (input, mat1, mat2))
         and (input.ndim, mat1.ndim, mat2.ndim) == (1, 2, 2)
         and input.shape[0] == mat2.shape[1]
+        and all(
+            tensor.dtype in dtypes.float_dtypes for tensor in (input, mat1, mat2)
+        )  # complex gradients are conjugates
         and all(type(scale) in (int, float) and scale == 1 for scale in (beta, alpha))
     ):
-        raise UnsupportedTraceError(f"{NAME}: addmm of other than a bias, two matrices and factors of 1")
+        raise UnsupportedTraceError(
+            f"{NAME}: addmm of other than a bias, two matrices of floating-point numbers and factors of 1"
+        )
     compile_data = get_compile_data()
     if compile_data is not None and not compile_data.autocast_stack.is_empty():
         return ltorch.linear(
@@ -99,6 +106,9 @@ def is_linear(node: torch.fx.Node, thunder_options: Mapping[str, Any]) -> bool:
     """True for a node of an FX graph that ThunderFX, with these options, may give to Thunder as a linear layer."""
     if node.target is not torch.addmm or not _is_wanted(thunder_options):
         return False
+    made = node.meta.get("example_value")
+    if isinstance(made, torch.Tensor) and is_functorch_wrapped_tensor(made):
+        return False  # under torch.func's transforms, which Thunder's functions cannot be
     # Thunder makes proxies of defaults that it finds in a signature
     return try_execute_thunder_symbol(lambda *args, **kwargs: linear_of(*args, **kwargs), node, thunder_options)[0]
 
