@@ -175,6 +175,16 @@ def test_a_cut_loss_is_widened_where_nvfuser_can_compile_its_backward(fn, batch,
     assert ("nv_cross_entropy_fwd" in names) == widened
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool])
+def test_labels_that_eager_refuses_are_refused(dtype):
+    """nvFuser's own cross entropy would take them."""
+    logits, labels = data()
+    labels = labels.clamp(0, 1).to(dtype)
+    for executors in (None, ("nvfuser",), ENTRY):
+        with pytest.raises(RuntimeError, match="Long"):
+            outcome(flat, logits, labels, executors)
+
+
 def test_arguments_may_come_by_name():
     """As torch takes them."""
     logits, labels = data()

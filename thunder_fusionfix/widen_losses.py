@@ -127,6 +127,7 @@ def _is_taken(
         and (input.ndim, target.ndim) == (2, 1)
         and input.shape[0] == target.shape[0]
         and input.dtype in NARROW
+        and target.dtype is dtypes.int64  # others are refused elsewhere
         and weight is size_average is reduce is None
         and reduction == "mean"
         and type(ignore_index) is int
