@@ -170,6 +170,13 @@ def passengers(x, w):
     return (x * 2).sum(), x.t() @ w, x.reshape(-1)[:5] * 3
 
 
+def passengers_of_passengers(x):
+    z = x.t()
+    return torch.addmm(
+        x.sum(0), x @ z.t().t(), z.t()
+    )  # its region gives the last transpose before the one it is made of
+
+
 def slices_in_a_loop(x, w):
     return torch.cat([F.gelu(part @ w) for part in x.split(2)], 0)
 
@@ -178,6 +185,7 @@ PROGRAMS = {
     "lifts": (lifts, [(3, 5, 4), (4,)]),
     "casts": (casts_around_transposes, [(2, 5, 3, 4), (3, 1, 4)]),
     "passengers": (passengers, [(4, 6), (4, 3)]),
+    "passengers of passengers": (passengers_of_passengers, [(4, 6)]),
     "slices": (slices_in_a_loop, [(6, 4), (4, 3)]),
     "loss": (lambda x: cut_loss(x, torch.remainder(torch.arange(12).view(1, 12), VOCAB)), [(1, 12, VOCAB)]),
 }
