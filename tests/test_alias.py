@@ -11,9 +11,9 @@ import torch
 from helpers import BF16, F32, GraphBuilder
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from thunder_fusionfix.alias import Sharing, aliases
+from thunder_fusionfix.alias import Sharing, aliases, reach_caller
 from thunder_fusionfix.effects import FLASH
-from thunder_fusionfix.model import Graph, Op, Ref, Value
+from thunder_fusionfix.model import Graph, NewOp, Op, Ref, Value
 
 # ---------------------------------------------------------------- single ops
 
@@ -575,3 +575,32 @@ def random_torch_program(rng: random.Random) -> tuple[Graph, dict[str, torch.Ten
             values[name] = Value(name, tuple(tensors[name].shape), "f32", "cpu")
     ops.append(Op("return", (Ref(rng.choice(list(tensors))),)))
     return Graph("f", "inference", ("x",), tuple(ops), values, frozenset("x")), tensors
+
+
+# ---------------------------------------------------------------- what the caller gets
+
+
+def test_what_the_caller_gets_a_view_of_reaches_it() -> None:
+    """Through layouts, inside of regions and out of them, and through those that a plan places; not through what computes."""
+    build = GraphBuilder()
+    x = build.arg("x", (4, 2))
+    t = build.op("torch.permute", x, (1, 0), out="t", shape=(2, 4))
+
+    def body() -> None:
+        build.op("prims.reshape", t, (8,), out="r", shape=(8,))
+        build.op("prims.exp", x, out="c", shape=(4, 2))
+
+    build.region("nvFusion0", (t, x), (Ref("r"), Ref("c")), body)
+    graph = build.returns(Ref("r"))
+    assert reach_caller(graph) == {"r", "t", "x"}
+    placed = (NewOp("prims.stride_order", (Ref("%0"), (0,)), "r"), NewOp("prims.reshape", (Ref("c"), (8,)), "%0"))
+    assert reach_caller(graph, placed) == {"r", "t", "x", "%0", "c"}
+
+
+def test_what_a_forward_saves_is_not_the_callers() -> None:
+    """Its result is a pair: what the caller gets, and what is saved."""
+    build = GraphBuilder("forward")
+    x = build.arg("x", (4, 2))
+    y = build.op("torch.exp", x, out="y", shape=(4, 2))
+    z = build.op("torch.sin", x, out="z", shape=(4, 2))
+    assert reach_caller(build.returns((y,), ((z,), ()))) == {"y"}

@@ -257,7 +257,7 @@ def test_placed_ops_of_one_kind_are_bound_as_each_would_be_alone(symbol, args, m
 
     inputs = [torch.randn(3, 4) for _ in range(3)] + [torch.randn(3, 4, dtype=torch.float64)]
     asked, claim = [], _Editor._claim
-    monkeypatch.setattr(_Editor, "_claim", lambda self, bsym: asked.append(bsym) or claim(self, bsym))
+    monkeypatch.setattr(_Editor, "_claim", lambda self, bsym, given: asked.append(bsym) or claim(self, bsym, given))
     alike = edited(program, inputs, placed).made
     assert len(asked) == 3
     monkeypatch.setattr(_Editor, "_source", lambda self, op: None)

@@ -39,7 +39,7 @@ from typing import NamedTuple
 
 from thunder_fusionfix.effects import ATTENTION, FLASH, Copies, Effect, Kind, effect_of
 from thunder_fusionfix.layout import Shape, Strides, Viewed, is_row_major, layout_of, row_major, source_of
-from thunder_fusionfix.model import CLEAR, DEL, Graph, Op, Value, kept_with_op, refs
+from thunder_fusionfix.model import CLEAR, DEL, Graph, NewOp, Op, Value, kept_with_op, refs
 
 # Kinds whose outputs may be their inputs whatever the row says: unknown ops, dropout that is off.
 _MAY_GIVE_INPUTS = frozenset({Kind.BARRIER, Kind.RANDOM})
@@ -327,6 +327,30 @@ def _is_told_by_parts(op: Op, effect: Effect) -> bool:
     if not op.subops:
         return False
     return effect.kind is Kind.BARRIER or any(effect_of(leaf).writes for leaf in op.leaves)
+
+
+def reach_caller(graph: Graph, placed: Iterable[NewOp] = ()) -> frozenset[str]:
+    """Values that the caller gets, and those of which it may get a view once the ops ``placed`` stand in the trace.
+
+    What a forward trace saves is not the caller's. The caller may write to what it gets, and what shares memory with it then changes.
+    """
+    result = graph.result[:1] if graph.stage == "forward" and isinstance(graph.result, tuple) else graph.result
+    sources: dict[str, list[str]] = {}
+    for op in graph.ops:
+        for leaf in op.leaves:
+            effect = effect_of(leaf)
+            if effect.kind in _REARRANGE and effect.copies is not Copies.ALWAYS:
+                for name in leaf.outputs:
+                    sources.setdefault(name, []).extend(leaf.inputs[:1])
+    for new in placed:
+        sources.setdefault(new.output, []).extend(refs(new.args[:1]))
+    found, left = set[str](), list(refs(result))
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left += sources.get(name, ())
+    return frozenset(found)
 
 
 # ---------------------------------------------------------------- single ops

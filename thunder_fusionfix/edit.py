@@ -37,6 +37,7 @@ from thunder_fusionfix._thunder import (
     tree_unflatten,
     variableify,
 )
+from thunder_fusionfix.alias import reach_caller
 from thunder_fusionfix.cotangents import own_cotangents
 from thunder_fusionfix.errors import UnsupportedTraceError
 from thunder_fusionfix.model import (
@@ -93,7 +94,7 @@ def apply_plan(trace: TraceCtx, graph: Graph, plan: Plan, provenance: str, reade
     new_trace = from_trace(trace)
     new_trace.names = set(trace.names)
     bsyms = positioned(trace)
-    editor = _Editor(new_trace, graph, (reader or Reader()).proxies(trace))
+    editor = _Editor(new_trace, graph, (reader or Reader()).proxies(trace), plan)
     regions = {edit.pos: edit.parts for edit in plan.regions}
     expanded = dict(plan.expanded)
     placed: dict[int, list[NewOp]] = {}
@@ -168,8 +169,9 @@ class _Bound:
 class _Editor:
     """Makes bound symbols for one new trace."""
 
-    def __init__(self, new_trace: TraceCtx, graph: Graph, proxies: dict[str, Proxy]):
+    def __init__(self, new_trace: TraceCtx, graph: Graph, proxies: dict[str, Proxy], plan: Plan):
         self.trace = new_trace
+        self.of_caller = reach_caller(graph, (item.op for item in plan.placed))
         self.proxies = proxies  # by name; what is made comes in
         self.counters = _counters(graph)
         self.bound: dict[Hashable, _Bound] = {}
@@ -184,12 +186,13 @@ class _Editor:
     def outside(self, op: NewOp) -> list[BoundSymbol]:
         """``op`` bound for torch, giving the trace's own proxy where the trace has one of that name."""
         source = self._source(op)
-        key = None if source is None else _bound_by(op, source)
+        is_callers = op.output in self.of_caller
+        key = None if source is None else (_bound_by(op, source), is_callers)
         if source is not None and key in self.bound:
             return [self._bind_alike(self.bound[key], op, source)]
         num_names = len(self.trace.names)
         made = self._make(op)
-        claimed = self._claim(made)
+        claimed = self._claim(made, is_callers)
         swap = {}
         last = claimed[-1].output
         if last is not made.output:
@@ -306,9 +309,9 @@ class _Editor:
                 self.trace.pop_scope()
         return scope
 
-    def _claim(self, bsym: BoundSymbol) -> list[BoundSymbol]:
+    def _claim(self, bsym: BoundSymbol, is_callers: bool) -> list[BoundSymbol]:
         """What Thunder's executors of last resort run for ``bsym``."""
-        for symbol, args in of_last_resort(bsym):
+        for symbol, args in of_last_resort(bsym, is_callers):
             claimed = self._record(symbol, args, bsym.kwargs)
             if claimed:
                 return claimed
@@ -322,12 +325,13 @@ class _Editor:
         return _constant(arg.text) if isinstance(arg, Const) else arg
 
 
-def of_last_resort(bsym: BoundSymbol) -> Iterator[tuple[Callable, Sequence[Any]]]:
+def of_last_resort(bsym: BoundSymbol, is_callers: bool) -> Iterator[tuple[Callable, Sequence[Any]]]:
     """The symbols by which Thunder's executors of last resort run ``bsym``, and their arguments.
 
-    A row-major ``stride_order`` is run as ``contiguous``, which gives its input where that is row-major; Thunder's own copies always.
+    A row-major ``stride_order`` is run as ``contiguous``, which gives its input where that is row-major; Thunder's own copies always,
+    and so it has to be where ``is_callers``: the caller may write to what it gets.
     """
-    if bsym.sym.id is PrimIDs.STRIDE_ORDER:
+    if bsym.sym.id is PrimIDs.STRIDE_ORDER and not is_callers:
         tensor, order = bsym.args
         if tuple(order) == tuple(reversed(range(tensor.ndim))):
             yield contiguous, (tensor,)

@@ -59,6 +59,7 @@ def apply_joint_plan(
     after: Callable[[Any, Any], Any],
     provenance: str,
     operators: Mapping[str, Any] = MappingProxyType({}),
+    of_caller: frozenset[str] = frozenset(),
 ) -> TraceCtx:
     """A new trace with ``plan`` carried out; ``trace`` itself where the plan is empty.
 
@@ -68,6 +69,7 @@ def apply_joint_plan(
         after: the symbol that an `Anchor` calls, with a tensor and the value that it waits for.
         provenance: what the new trace says made it.
         operators: the symbols that swaps name.
+        of_caller: values that the caller gets, or gets views of; see `alias.reach_caller`.
 
     Raises:
         UnsupportedTraceError: a region cannot give more than it gives, or no executor of last resort runs a claimed op.
@@ -76,7 +78,7 @@ def apply_joint_plan(
         return trace
     new_trace = from_trace(trace)
     new_trace.names = set(trace.names)
-    editor = _Editor(trace, new_trace, after)
+    editor = _Editor(trace, new_trace, after, of_caller)
     inserts: dict[int, list[Insert]] = {}
     for insert in plan.inserts:
         inserts.setdefault(insert.before, []).append(insert)
@@ -134,8 +136,11 @@ class _Region:
 class _Editor:
     """Makes bound symbols for one new trace."""
 
-    def __init__(self, trace: TraceCtx, new_trace: TraceCtx, after: Callable[[Any, Any], Any]):
+    def __init__(
+        self, trace: TraceCtx, new_trace: TraceCtx, after: Callable[[Any, Any], Any], of_caller: frozenset[str]
+    ):
         self.trace = new_trace
+        self.of_caller = of_caller
         self.after = after
         self.proxies = _proxies(trace)
 
@@ -199,7 +204,8 @@ class _Editor:
             return [bsym.from_bsym(subsymbols=())]
         if bsym.subsymbols:
             return [claimed for sub in bsym.subsymbols for claimed in self.claimed(sub.from_bsym(tags=set(bsym.tags)))]
-        for symbol, args in of_last_resort(bsym):
+        is_callers = any(proxy.name in self.of_caller for proxy in bsym.flat_proxy_outs)
+        for symbol, args in of_last_resort(bsym, is_callers):
             made = self.recorded(symbol, args, bsym.kwargs)
             swap = {variableify(made[-1].output): bsym.output} if made else {}
             return [

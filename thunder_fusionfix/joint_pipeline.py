@@ -27,6 +27,7 @@ from functools import cached_property
 from typing import Any
 
 from thunder_fusionfix._thunder import FusionExecutor, TraceCtx, untested_versions, warn_untested_versions
+from thunder_fusionfix.alias import reach_caller
 from thunder_fusionfix.apply import apply_to_graph
 from thunder_fusionfix.config import FusionFixConfig
 from thunder_fusionfix.document import megabytes
@@ -135,7 +136,7 @@ def _attempt(trace: TraceCtx, facts: JointFacts, entry: Entry, plan: JointPlan, 
     applied = sum(decision.applied for decision in plan.decisions)
     with _blaming(*dict.fromkeys(one.pass_name for one in plan.decisions if one.applied)):
         made_by = f"thunder_fusionfix entry ({applied} rewrites)"
-        new_trace = apply_joint_plan(trace, plan, entry.after, made_by, entry.operators)
+        new_trace = apply_joint_plan(trace, plan, entry.after, made_by, entry.operators, reach_caller(facts.joint))
         why_not, fused = _why_not(facts, new_trace, entry, is_trial)
     if why_not is None:
         return _Attempt(new_trace, plan.decisions, fused=fused)

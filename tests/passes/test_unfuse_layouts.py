@@ -300,3 +300,64 @@ def test_copy_that_is_returned_shares_no_memory_with_the_argument():
         )(x)
     assert copied.is_contiguous()
     assert copied.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+def copies_of_copies(x):
+    """Thunder makes one value of the first two."""
+    first, second = x.contiguous(), x.contiguous()
+    return first, second.contiguous().view(-1), x.exp()
+
+
+def copies_of_transposes(x):
+    first, second = x.t().contiguous(), x.t().contiguous()
+    return first, second.contiguous().t(), x.exp()
+
+
+ENTRIES = [((), True), (("fusionfix",), False), (("fusionfix",), True)]
+WAYS = pytest.mark.parametrize(("entry", "passes"), ENTRIES, ids=["transform", "entry", "both"])
+
+
+def jitted_as(fn: Callable, entry: Sequence[str], passes: bool) -> Callable:
+    transforms = [FusionFixTransform(strict=True)] if passes else []
+    return thunder.jit(fn, executors=(*entry, "nvfuser"), transforms=transforms)
+
+
+@WAYS
+@pytest.mark.parametrize("fn", [copies_of_copies, copies_of_transposes])
+def test_copies_that_are_returned_share_memory_with_nothing(fn, entry, passes):
+    """In eager neither do they; ``contiguous`` of what another output is would give that output."""
+    x = torch.randn(4, 4) if fn is copies_of_transposes else torch.randn(4, 4).t()
+    with nvfuser_on_cpu():
+        memory = {one.untyped_storage().data_ptr() for one in (x, *jitted_as(fn, entry, passes)(x))}
+    assert len(memory) == 4
+
+
+@WAYS
+def test_copy_that_is_returned_may_be_written_to(entry, passes):
+    """Autograd takes no writes to views that a function of its gives, and a cut of rows would be one."""
+
+    def fn(x):
+        return x[1:].contiguous(), x + 1
+
+    leaf = torch.randn(4, 4, requires_grad=True)
+    with nvfuser_on_cpu():
+        cut, more = jitted_as(fn, entry, passes)(leaf * 2)
+        cut.mul_(3)
+        (cut.sum() + more.sum()).backward()
+    expected = torch.full((4, 4), 8.0)
+    expected[0] = 2.0
+    torch.testing.assert_close(leaf.grad, expected)
+
+
+@WAYS
+def test_copy_that_only_the_trace_takes_is_made_where_it_has_to_be(entry, passes):
+    """Torch's ``contiguous`` looks at the tensor that it is given; Thunder's own op copies in any case."""
+
+    def fn(x):
+        return x.t().contiguous() @ x, x.exp()
+
+    x = torch.randn(4, 4)
+    with nvfuser_on_cpu():
+        jitted = jitted_as(fn, entry, passes)
+        torch.testing.assert_close(jitted(x), fn(x))
+    assert "contiguous" in [bsym.sym.name for bsym in thunder.last_traces(jitted)[-1].bound_symbols]
