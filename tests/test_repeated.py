@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from helpers import GraphBuilder
 
@@ -86,3 +88,24 @@ def test_two_cotangents_that_may_both_be_repeated_do_not_make_their_sum_dense() 
     """Both are found where their sum is returned."""
     graph = backward(("torch.add", ("g", "y"), "d", SHAPE), returned="d")
     assert set(dense_uses(graph, ["g", "y"])) == {"g", "y"}
+
+
+@pytest.mark.parametrize(
+    ("name", "resize", "is_dense"),
+    [
+        ("nvFusion0", "prims.pad", True),
+        ("nvFusion0", "prims.slice_prim", True),
+        ("nvFusion0", "prims.cat", True),
+        ("nvFusion0", "prims.neg", False),
+        ("TorchCompile0", "prims.pad", False),
+    ],
+)
+def test_nvfusers_regions_that_resize_get_dense_zeros(name: str, resize: str, is_dense: bool) -> None:
+    """Whatever it is that they resize."""
+    graph = backward((resize, ("y",), "r", SHAPE), ("prims.add", ("g", "r"), "d", SHAPE), returned="d")
+    subops = tuple(op for op in graph.ops if op.id in (resize, "prims.add"))
+    region = Op(name, (Ref("g"), Ref("y")), (Ref("d"),), subops=subops, is_fusion=True)
+    ops = tuple(op for op in graph.ops if op.id != "prims.add")
+    at = next(at for at, op in enumerate(ops) if op.id == resize)
+    fused = replace(graph, ops=(*ops[:at], region, *ops[at + 1 :]))
+    assert bool(dense_uses(fused, ["g"])) == is_dense

@@ -68,7 +68,7 @@ WAITING = "waiting until nobody times"  # time in this state does not count agai
 
 MEMORY_STEPS = 2  # after the first and one warm-up step nothing changes any more; two show that
 WARM_UP_STEPS = (5, 2)  # before the timed ones of the first round and of others: clocks and caches settle
-ROUNDS = 5  # of timed steps
+ROUNDS = 15  # of timed steps; a machine's pace drifts within seconds, so turns are short
 LEAST_SECONDS = 2.0  # of timed steps; a quick step waits for the host, whose pace varies more than the GPU's
 PAUSE_SECONDS = 0.05  # after a round, for others to get the lock
 SEED = 0
@@ -599,7 +599,8 @@ def in_rounds(
             enough, until = -(-steps * (one + 1) // ROUNDS), clock() + LEAST_SECONDS / ROUNDS
             while len(times) < enough or clock() < until:
                 times.append(timed())
-        time.sleep(PAUSE_SECONDS)
+        if one + 1 < ROUNDS:
+            time.sleep(PAUSE_SECONDS)
     return times
 
 

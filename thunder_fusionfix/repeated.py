@@ -4,6 +4,8 @@ torch's own operators read such a tensor as they read any other: ``y.sum().backw
 
 - Who *writes* to it writes one element many times; torch raises.
 - A kernel of another library, a collective, or an op that is not known may take strides for what they are not.
+- A region of nvFuser's that *resizes* something, by a pad, a slice or a cat, may not compile for it: nvFuser 0.2.36 failed on one that
+  pads the gradient of cut logits of bfloat16[2048, 50432] and adds the zeros.
 - A gradient that is *returned* goes to callers of ``torch.autograd.grad``, who may write to it.
 
 So a cotangent stays dense where it, or what may have its memory or its repeated dims, comes to one of these. Repeated dims go far: nvFuser
@@ -28,6 +30,7 @@ from thunder_fusionfix.effects import Kind, effect_of, short_name
 from thunder_fusionfix.model import EXPAND, RETURN, UNPACK, Arg, Graph, Op, Ref
 
 _BROADCASTS = ("expand", "broadcast_in_dim")  # their output repeats dims whatever their source is
+_RESIZES = ("pad", "slice_prim", "slice", "cat")
 _PASSES_ON = (Kind.LAYOUT, Kind.REDUCTION, Kind.MOVE)
 
 
@@ -76,6 +79,8 @@ class _Walk:
             if op.id == RETURN:
                 self.refuse(given, "the trace returns it, or what may have its strides")
         elif effect.kind is Kind.REGION and op.subops:
+            if op.id.startswith("nvFusion") and any(short_name(leaf.id) in _RESIZES for leaf in op.leaves):
+                self.refuse(given, f"{op.id} resizes something, and may not compile for it")
             for leaf in op.leaves:
                 self.visit(leaf)
         elif effect.kind is Kind.FACTORY or (effect.kind is Kind.LAYOUT and short_name(op.id) in _BROADCASTS):

@@ -1,10 +1,9 @@
 """The final passes, in the order in which they run. To add one: a file here, a line in `PASSES`, an option in `config`, a test
 file; CONTRIBUTING.md goes through it step by step.
 
-Order: what the trace may free counts for all that follow, so that comes first, and zeros that nobody sent are no cotangents to take over;
-rows that a loss keeps need no layouts, so they come before
-these; layouts leave regions before the rest, because a region that lost them splits and moves more freely; cuts come before the order,
-because the pieces of a region stand where it stood until they are moved.
+Order: what the trace may free counts for all that follow, so that comes first; rows that a loss keeps need no layouts, so they come before
+these; layouts leave regions before the rest, because a region that lost them takes repeated zeros, splits and moves more freely; cuts come
+before the order, because the pieces of a region stand where it stood until they are moved.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ class Pass:
 
 PASSES: tuple[Pass, ...] = (
     Pass("own_cotangents", plan_own_cotangents, Allow(may_own_cotangents=True)),
-    Pass("expand_zero_cotangents", plan_expand_zero_cotangents, Allow(may_expand_cotangents=True)),
     Pass("ignore_cut_rows", plan_ignore_cut_rows, Allow(may_rewrite_regions=True, may_add=ADDED)),
     Pass("unfuse_layouts", plan_unfuse_layouts, Allow(may_rewrite_regions=True)),
+    Pass("expand_zero_cotangents", plan_expand_zero_cotangents, Allow(may_expand_cotangents=True)),
     Pass("split_regions", plan_split_regions, Allow(may_split_regions=True)),
     Pass("reorder", plan_reorder, Allow(may_reorder=True)),
 )
