@@ -10,7 +10,7 @@ with the time of both beside them.
     >>> run = Run(spec, "fusionfix bench qwen2.5-7b", "2026-01-01T00:00:00+00:00")
     >>> run.variants["plain"] = {"status": OK, "measured": {"peak_bytes": 2 * MB, "step_ms": {"median": 1.0}}}
     >>> print(markdown(run).splitlines()[4])
-    | plain Thunder | 2 | - | - | - | - | - | 1.0 | - | - | - | - |
+    | plain Thunder | 2 | - | - | - | - | - | 1.0 | - | - | - | - | - |
 
 Bytes are counted in 1 and shown in MB (1e6). Records are plain dicts, as JSON keeps them; a field that could not be
 measured is None, with the reason in ``notes``.
