@@ -49,8 +49,9 @@ from thunder_fusionfix.simulate import Prices
 NAME = "split_regions"
 COMPILERS = ("nvFusion", "TorchCompile")  # whose regions can be fused again in pieces
 CHEAP_OPS = 8  # most sub-ops that are done again for one value rather than keeping its users in one piece
-# A launch costs up to 30 us of host time. It has to lower the peak by this share of it, and by the option `split_min_bytes`.
-LAUNCH_SHARE = 1 / 1000
+# A call of an nvFusion costs 150 us of host time, more than its kernel, and a small model's step waits for the host. So each region more
+# has to lower the peak by this share of it, and by the option `split_min_bytes`.
+LAUNCH_SHARE = 1 / 200
 ROUNDS = 8  # times that the peak is looked at anew after cuts, for each of the two ways to cut
 WHAT_IF_OPS = 12_000  # and not more often than this many ops allow: one look at 10,000 ops takes about a second
 FRUITLESS_ROUNDS = 2  # of them in a row that do not lower it: two regions may have to be cut before it falls
