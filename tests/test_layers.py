@@ -19,9 +19,9 @@ ROWS = {
     "words": "__init__ errors model config document garbage",
     "facts": "effects layout folding padding losses infer index_map alias liveness repeated store unparse text syntax paste canonical mincut devices variants model_names",
     "decide": "lift normal_form pins segments matmul_copies attention_workspace simulate facts schedule verify match diff parse apply joint step report results",
-    "trace": "_thunder read cotangents undefined edit edit_joint share take_addmm widen_losses splitter execute products",
+    "trace": "_thunder read cotangents undefined edit edit_joint share take_addmm splitter execute products",
     "passes": "passes.__init__ passes.own_cotangents passes.expand_zero_cotangents passes.ignore_cut_rows passes.unfuse_layouts passes.split_regions passes.reorder passes.fold_matmuls"
-    " passes.pad_matmuls passes.cudnn_attention"
+    " passes.pad_matmuls passes.cudnn_attention widen_losses"
     " passes.claim_layouts passes.recompute_cheap",
     "run": "pipeline joint_pipeline capture models sources explain page views",
     "entry": "transform executor plugin",

@@ -12,7 +12,8 @@ In the backward the gradient of ``w`` is made as ``x.mT @ dy``, in the layout of
 that, and autograd copies a gradient that lies otherwise than its parameter.
 
 Stage: the executor entry, before a program is traced. Takes: the function, with two matrices, a bias of one dim, floating-point numbers,
-``beta`` and ``alpha`` of 1. All else, the method, and what a checkpoint runs, stay Thunder's. Changes: under autocast nothing but the split; it casts what linear casts.
+``beta`` and ``alpha`` of 1. All else, the method, and what a checkpoint runs, stay Thunder's. Changes: under autocast nothing but the
+split; it casts what linear casts.
 """
 
 from __future__ import annotations
@@ -59,9 +60,8 @@ def linear_of(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
         all(type(tensor) is TensorProxy for tensor in (input, mat1, mat2))
         and (input.ndim, mat1.ndim, mat2.ndim) == (1, 2, 2)
         and input.shape[0] == mat2.shape[1]
-        and all(
-            tensor.dtype in dtypes.float_dtypes for tensor in (input, mat1, mat2)
-        )  # complex gradients are conjugates
+        # complex gradients are conjugates
+        and all(tensor.dtype in dtypes.float_dtypes for tensor in (input, mat1, mat2))
         and all(type(scale) in (int, float) and scale == 1 for scale in (beta, alpha))
     ):
         raise UnsupportedTraceError(
@@ -69,9 +69,8 @@ def linear_of(input: Any, mat1: Any, mat2: Any, *, beta: Any = 1, alpha: Any = 1
         )
     compile_data = get_compile_data()
     if compile_data is not None and not compile_data.autocast_stack.is_empty():
-        return ltorch.linear(
-            mat1, ltorch.transpose(mat2, 0, 1), input
-        )  # casts come between, each with its own gradient
+        # casts come between, each with its own gradient
+        return ltorch.linear(mat1, ltorch.transpose(mat2, 0, 1), input)
     return _linear(input, mat1, mat2)
 
 

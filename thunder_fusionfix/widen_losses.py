@@ -39,11 +39,10 @@ from thunder_fusionfix._thunder import (
     nvfuser_impl,
     prims,
 )
+from thunder_fusionfix.passes.ignore_cut_rows import MAX_ROWS
 
 NAME = "widen_losses"
 NARROW = (dtypes.bfloat16, dtypes.float16)
-MAX_ROWS = 1.25
-"""As `ignore_cut_rows` has it: all rows are at most so many times those that are left."""
 _SIGNATURE = inspect.signature(F.cross_entropy)
 
 

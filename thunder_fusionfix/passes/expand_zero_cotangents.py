@@ -24,9 +24,8 @@ from thunder_fusionfix.model import EXPAND, UNPACK, Decision, Plan, Ref
 from thunder_fusionfix.repeated import dense_uses
 
 NAME = "expand_zero_cotangents"
-MIN_BYTES = (
-    2**20
-)  # smaller zeros are filled as autograd does; another layout of them would compile fusions anew for little
+MIN_BYTES = 2**20
+"""Smaller zeros are filled as autograd does; another layout of them would compile fusions anew for little."""
 _FLOATS = ("f64", "f32", "bf16", "f16")
 
 

@@ -269,9 +269,8 @@ class _Rewrite:
                 continue  # feeds compute too: hoisted with what feeds compute
             elif self._has_fuel():
                 passengers.append(name)
-        passengers.sort(
-            key=lambda name: self.derived[name].path
-        )  # in the order of the region: one may be made of another
+        # in the order of the region: one may be made of another
+        passengers.sort(key=lambda name: self.derived[name].path)
         needed: dict[str, int] = {}
         for name in reversed(passengers):
             base, layouts = self._passenger_chain(name, passengers)
